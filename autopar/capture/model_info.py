@@ -53,7 +53,7 @@ def device_of(model: nn.Module, wanted: str | torch.device | None = None) -> tor
         return torch.device("cpu") if on_cpu else default_device()
     if device.type == "cuda" and device.index is None:
         return default_device()
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device  # tensors have no "cpu:0"
 
 
 def default_device() -> torch.device:

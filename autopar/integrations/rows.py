@@ -15,6 +15,24 @@ from autopar.runtime.module import DistributedModule
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
+def gather_results(model: DistributedModule, args: Any, kwargs: Any, result: Any) -> Any:
+    """The result of a call as a loop reads it, alike on every rank.
+
+    A model that returns its loss trains on that alone: other results are then None, since a message
+    of the size of the logits would be wasted.
+    """
+    leaves, structure = flatten(result)
+    losses = [_is_trainable_loss(leaf) for leaf in leaves]
+    if not any(losses) or model.data_parallel_size == 1:
+        return whole_rows(model, args, kwargs, result)
+    kept = [leaf if is_loss else None for leaf, is_loss in zip(leaves, losses, strict=True)]
+    return pytree.tree_unflatten(kept, structure)
+
+
+def _is_trainable_loss(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.requires_grad
+
+
 def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) -> Any:
     """Replaces results for this rank's rows by those for the whole batch, alike on every rank.
 

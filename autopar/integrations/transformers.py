@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import Trainer
 
-from autopar.api import compile
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.integrations.accelerate import AutoparAccelerator
 from autopar.integrations.rows import whole_rows
-from autopar.integrations.whole_batch import WholeBatchAccelerator
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
@@ -41,6 +41,7 @@ class AutoparTrainerMixin(Base):
 
     model: Any
     model_wrapped: Any
+    optimizer: Any
     _predicts_loss_only = False
 
     def __init__(
@@ -61,17 +62,10 @@ class AutoparTrainerMixin(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        WholeBatchAccelerator.adopt(self.accelerator)
-
-    def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        batch_size *= self.args.world_size
-        loader = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
-        seed_worker = loader.worker_init_fn
-        if isinstance(seed_worker, functools.partial) and "rank" in seed_worker.keywords:
-            loader.worker_init_fn = functools.partial(seed_worker, rank=0)  # ranks load the same
-        return loader
+        options = dict(self._compile_options)
+        if self.args.torch_compile:
+            options.setdefault("backend", self.args.torch_compile_backend or "inductor")
+        AutoparAccelerator.adopt(self.accelerator, options)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -88,12 +82,7 @@ class AutoparTrainerMixin(Base):
         """Compiles the model, unless it is compiled; training and evaluation do so themselves."""
         if isinstance(self.model, DistributedModule):
             return
-        precision = self.accelerator.mixed_precision
-        options = {"precision": None if precision == "no" else precision, **self._compile_options}
-        if self.args.torch_compile:
-            options.setdefault("backend", self.args.torch_compile_backend or "inductor")
-        model = compile(self.model, **options)
-        model.register_forward_hook(self._whole_result, with_kwargs=True)
+        model = self.accelerator.compile(self.model, self._whole_result)
         self.model = self.model_wrapped = self.callback_handler.model = model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -119,6 +108,36 @@ class AutoparTrainerMixin(Base):
         """Whether the loss is the one that the model returns."""
         plain = type(self).compute_loss is Trainer.compute_loss
         return plain and self.compute_loss_func is None and self.label_smoother is None
+
+    # Checkpoints.
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict is None and isinstance(self.model, DistributedModule):
+            rank0_only = not self.args.save_on_each_node
+            state_dict = self.model.full_state_dict(rank0_only=rank0_only)
+        with _same_config(self.model):
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        gather = self.optimizer.state_dict  # on all ranks, of which Trainer asks one
+        self.optimizer.state_dict = functools.partial(dict, gather())
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer.state_dict = gather
+
+
+@contextlib.contextmanager
+def _same_config(model: Any) -> Iterator[None]:
+    """Undoes changes of the config, which `save_pretrained` makes on one rank alone."""
+    values = vars(model.config) if hasattr(model, "config") else {}
+    before = dict(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            del values[name]
+        values |= before
 
 
 class AutoparTrainer(AutoparTrainerMixin, Trainer):

@@ -99,6 +99,16 @@ class PlannedModule(nn.Module):
         self._executor: SpmdExecutor | PipelineExecutor | None = None
 
     @property
+    def user_module(self) -> nn.Module:
+        """The module that was compiled; its parameters are those of this rank."""
+        return self._wrapped[0]
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether parameters lie as they stay, under a plan or the fallback."""
+        return self.plan is not None or bool(self._fallback)
+
+    @property
     def _device(self) -> torch.device:
         return self._context.device
 

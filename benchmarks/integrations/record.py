@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -55,3 +57,10 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict().items()
     whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in state}
     return {name: value.detach().clone() for name, value in whole.items()}
+
+
+def forget_accelerator() -> None:
+    """Resets what accelerate keeps for the process, and quietens transformers."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

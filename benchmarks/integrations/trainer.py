@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.integrations.record import Record, whole_weights
+from benchmarks.integrations.record import Record, forget_accelerator, whole_weights
 from benchmarks.integrations.task import BATCH, collate, make_model, make_rows
 
 
@@ -37,7 +35,7 @@ def make_trainer(folder: Path, ranks: int, steps: int, **options: Any) -> tuple[
         learning_rate=1e-2,
         max_grad_norm=0.5,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=steps // 2,
         seed=3,
         use_cpu=True,
         disable_tqdm=True,
@@ -58,7 +56,6 @@ def run(
     folder: str,
     steps: int,
     resume: Any = None,
-    resumes: bool = True,
     **options: Any,
 ) -> Record:
     """Trains, evaluates, predicts, and resumes in the middle.
@@ -66,26 +63,16 @@ def run(
     Args:
         folder: folder of checkpoints, the same on every rank.
         resume: options of the resumed run; None for those of the first.
-        resumes: whether there is a resumed run.
         options: arguments of the trainer.
     """
-    _forget_accelerator()
+    forget_accelerator()
     trainer, log = make_trainer(Path(folder), ranks, steps, **options)
     trainer.train()
     record = Record([x["loss"] for x in log.steps], [x["grad_norm"] for x in log.steps])
     record.weights = whole_weights(trainer.model)
     record.evaluation = {"loss": torch.tensor(trainer.evaluate()["eval_loss"])}
     record.evaluation["logits"] = torch.tensor(trainer.predict(make_rows(9, 1)).predictions)
-    if not resumes:
-        return record
     again, _ = make_trainer(Path(folder), ranks, steps, **(resume or options))
     again.train(resume_from_checkpoint=str(Path(folder, f"checkpoint-{steps // 2}")))
     record.resumed = whole_weights(again.model)
     return record
-
-
-def _forget_accelerator() -> None:
-    """Resets what accelerate keeps for the process."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()

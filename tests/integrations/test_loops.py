@@ -1,0 +1,75 @@
+"""Loops of libraries under plans are those of the library on one process."""
+
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments
+
+import autopar
+from autopar.integrations.accelerate import AutoparAccelerator
+from benchmarks.integrations.plans import run_plain, run_plans
+from benchmarks.integrations.record import forget_accelerator
+from benchmarks.integrations.task import collate, make_model, make_rows
+from tests.harness import worlds
+from tests.harness.training import fixed
+
+STEPS = 4
+TOLERANCES = {"trainer": {"losses": 1e-6}}  # Trainer adds up losses in float32
+PLANS = {"ddp": fixed(0), "zero3": fixed(3), "tp2": fixed(0, tp=2)}
+CASES = {"trainer": ("zero3", "tp2"), "accelerate": ("ddp", "zero3")}
+"""Plans of each loop; benchmarks.integrations has them all."""
+
+
+@pytest.mark.parametrize("part", CASES)
+def test_loops_train_and_resume_as_on_one_process(part: str, tmp_path: Path) -> None:
+    plans = {name: PLANS[name] for name in CASES[part]}
+    options = {"part": part, "folder": str(tmp_path / "plans"), "steps": STEPS, "plans": plans}
+    plain, tolerances = run_plain(part, str(tmp_path), STEPS), TOLERANCES.get(part, {})
+    for records in worlds.run(run_plans, 2, **options):
+        for name, record in records.items():
+            found = record.distance(plain)
+            assert len(record.losses) >= STEPS
+            assert all(found[kind] < tolerances.get(kind, 1e-9) for kind in found), (name, found)
+
+
+def train_compiled(rank: int, ranks: int, folder: str) -> None:
+    """Gives the plain Trainer a compiled model."""
+    model = autopar.compile(make_model(), strategy=fixed(0), batch="local")
+    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], max_steps=1)
+    data = {"train_dataset": make_rows(8, 0), "data_collator": collate}
+    trainer = Trainer(model=model, args=args, **data)
+    trainer.train()
+
+
+def test_plain_trainer_refuses_a_compiled_model(tmp_path: Path) -> None:
+    with pytest.raises(worlds.RankError, match="summed them already: use autopar"):
+        worlds.run(train_compiled, 2, folder=str(tmp_path))
+
+
+def prepare_compiled(rank: int, ranks: int) -> str:
+    """Prepares a compiled model with the plain accelerator, then with mixed precision."""
+    forget_accelerator()
+    model = autopar.compile(make_model(), strategy=fixed(3), batch="local")
+    assert Accelerator(cpu=True).prepare(model) is model
+    forget_accelerator()
+    with pytest.raises(autopar.StrategyError) as raised:
+        Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    return str(raised.value)
+
+
+def test_plain_accelerator_leaves_a_compiled_model_unwrapped() -> None:
+    for message in worlds.run(prepare_compiled, 2):
+        assert "Give autopar.compile precision='bf16'" in message
+
+
+def test_accelerator_refuses_parts_of_batches() -> None:
+    forget_accelerator()
+    with pytest.raises(autopar.StrategyError, match="dispatch_batches=True hands"):
+        AutoparAccelerator(cpu=True, dataloader_config=_dispatching())
+    forget_accelerator()
+
+
+def _dispatching() -> object:
+    utils = pytest.importorskip("accelerate.utils")
+    return utils.DataLoaderConfiguration(dispatch_batches=True)
