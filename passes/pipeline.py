@@ -134,7 +134,7 @@ def _data_parallel(
     yield CastBeforeGather()
     options = (unreduced, held, plan.shard_axis, plan.reduce_precision or "")
     yield SynchronizeGradients(DATA_AXIS, dp_rank, *options)
-    yield BucketCollectives(plan.buckets)
+    yield BucketCollectives(plan.buckets, plan.bucket_bytes)
     buckets, chosen = plan.buckets, plan.compressions
     if any(chosen.reduce):
         yield CompressGradients(buckets.reduce, chosen.reduce, dp_rank, plan.levels)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from autopar.common.deadline import Deadline
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import CandidateConfig
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Baseline, Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
@@ -66,7 +67,8 @@ class Driver(ABC):
             baseline=self.baseline,
         )
         if not problem.strategy.search:
-            return self.with_outcome(self.plan_mesh(problem, context))
+            plan = self.plan_mesh(problem, context)
+            return self.with_outcome(self.refine(plan) or plan)
         problem, estimate = self.estimator(problem)
         assert problem.cluster is not None
         self.baseline.cap = problem.cap_on(problem.cluster)
@@ -75,10 +77,19 @@ class Driver(ABC):
             self.plan_mesh,
             lambda candidate: self.decide(lambda: estimate(candidate)),
             problem.cluster.ranks_per_node,
-            context,
+            self.search_context(context),
             self.progress,
+            self.refine,
         )
         return self.with_outcome(found)
+
+    def search_context(self, context: SearchContext) -> SearchContext:
+        """The limits of a search over meshes."""
+        return context
+
+    def refine(self, plan: Plan) -> Plan | None:
+        """A plan predicted by arithmetic, lowered whole; None if it is, or if time lacks."""
+        return None
 
     def with_outcome(self, plan: Plan) -> Plan:
         """The plan with torch's best data parallelism and the extent of the search."""
@@ -90,14 +101,20 @@ class Driver(ABC):
             found = replace(found, baseline=best.name, baseline_s=best.prediction.step_s)
         return replace(plan, search=found)
 
-    def plan_mesh(self, problem: PlanningProblem, context: SearchContext) -> Plan:
+    def plan_mesh(
+        self,
+        problem: PlanningProblem,
+        context: SearchContext,
+        first: CandidateConfig | None = None,
+    ) -> Plan:
+        """The fastest plan of a fixed mesh; only tunes the configuration `first`, if it fits."""
         key = str(problem.strategy), problem.world_size
         if key not in self._prepared:
             graphs = self.capture(problem)
             self._prepared[key] = graphs, self.measure(problem, graphs)
         prepared = self._prepared[key]
         context = replace(context, deadline=self.deadline.part(self.share))
-        return self.decide(lambda: plan_fixed_mesh(problem, *prepared, context))
+        return self.decide(lambda: plan_fixed_mesh(problem, *prepared, context, first))
 
     @abstractmethod
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +17,23 @@ from autopar.common.deadline import Deadline, TimeIsOver
 from autopar.driver.driver import Driver
 from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph
-from autopar.planner.machine import Machine
-from autopar.planner.problem import Graphs, PlanningProblem
+from autopar.planner.evaluate.candidate import CandidateConfig
+from autopar.planner.machine import Machine, absent
+from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.measure_problem import measure_problem
-from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress
+from autopar.planner.search.extended_search import can_extend, plan_extended
+from autopar.planner.search.measure_problem import measure_problem, needs_machine
+from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, TooCostlyError
 from autopar.planner.search.oom_advice import on_more_ranks, plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
+from autopar.planner.search.reduced_models import ReducedModels
 from autopar.report.plan import Plan
+
+ESTIMATES_SHARE = 0.6
+"""Fraction of the time limit for estimates of meshes."""
+
+LOWERING_RATIO = 1.6
+"""Seconds to capture and lower a model over the seconds to capture it."""
 
 
 class OfflineDriver(Driver):
@@ -52,20 +63,93 @@ class OfflineDriver(Driver):
             comm_backend=problem.comm_backend,
         )
         self._cache: CaptureCache = {}
+        self._machines: dict[tuple[str, int], Machine] = {}
         self._capture = functools.cache(self._capture_micro_batch)
+
+        self._models = ReducedModels(model, problem.blocks, self._capture_reduced)
+        self._extended: dict[str, tuple[PlanningProblem, CandidateConfig]] = {}
+        self._node_s = 0.0
 
     def capture(self, problem: PlanningProblem) -> Graphs:
         capture = functools.partial(self._capture, problem.dp_size)
         return capture_micro_batches(problem.strategy, capture)
 
     def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
+        if self._is_absent(problem):
+            return self._absent_machine(problem)
         return measure_problem(problem, graphs, live=False)
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
-        return problem, MeshEstimator(problem, self._capture_slice, self.model)
+        return problem, MeshEstimator(
+            problem, self._capture_slice, self.model, captures=self._models.captures
+        )
+
+    def search_context(self, context: SearchContext) -> SearchContext:
+        if self.deadline.limit_s is None:
+            return context
+        return replace(context, estimating=self.deadline.part(ESTIMATES_SHARE), timed=True)
+
+    def plan_mesh(
+        self,
+        problem: PlanningProblem,
+        context: SearchContext,
+        first: CandidateConfig | None = None,
+    ) -> Plan:
+        """The plan of a mesh; by arithmetic from few blocks where time is limited."""
+        if self._extends(problem):
+            machine = self._absent_machine(problem)
+            context = replace(context, deadline=self.deadline.part(self.share))
+            plan, config = plan_extended(problem, self._models, machine, context)
+            self._extended[plan.name] = problem, config
+            return plan
+        if self.deadline.armed and self._whole_s(problem) > self.deadline.left_s:
+            raise TooCostlyError("lowering takes longer than the time that is left")
+        return super().plan_mesh(problem, context, first)
+
+    def refine(self, plan: Plan) -> Plan | None:
+        if not plan.bucket_bytes or plan.name not in self._extended:
+            return None
+        problem, config = self._extended.pop(plan.name)
+        if self._whole_s(problem) > self.deadline.left_s:
+            return None
+        context = SearchContext(baseline=self.baseline)
+        try:
+            return super().plan_mesh(problem, context, config)
+        except TimeIsOver:
+            return None
+
+    def _extends(self, problem: PlanningProblem) -> bool:
+        limited = self.deadline.limit_s is not None and bool(self._models.kinds)
+        return limited and can_extend(problem.strategy) and self._is_absent(problem)
+
+    def _is_absent(self, problem: PlanningProblem) -> bool:
+        priced = needs_machine(problem, live=False) and problem.cluster is not None
+        return priced and absent(problem.device, problem.cluster)
+
+    def _absent_machine(self, problem: PlanningProblem) -> Machine:
+        """The machine of a cluster that is not here; all its times are modelled."""
+        key = str(problem.cluster.name if problem.cluster else ""), problem.world_size
+        if key not in self._machines:
+            machine = measure_problem(problem, {}, live=False)
+            assert machine is not None
+            self._machines[key] = machine
+        return self._machines[key]
+
+    def _whole_s(self, problem: PlanningProblem) -> float:
+        """Expected seconds to capture and lower the whole model; 0 if nothing is known."""
+        return LOWERING_RATIO * self._node_s * self._models.whole_nodes()
 
     def _capture_micro_batch(self, ranks: int, micro_batches: int) -> TrainingGraph:
         return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache)
+
+    def _capture_reduced(
+        self, ranks: int, micro_batches: int, cache: CaptureCache
+    ) -> TrainingGraph:
+        begin_s = time.monotonic()
+        graph = self._capture_rank(ranks, micro_batches=micro_batches, cache=cache)
+        seconds = time.monotonic() - begin_s
+        self._node_s = max(self._node_s, seconds / len(graph.graph.nodes))
+        return graph
 
     def _capture_slice(self, slices: int, cache: CaptureCache) -> TrainingGraph:
         return self._capture_rank(slices, cache=cache, in_time=slices > 1)

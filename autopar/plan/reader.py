@@ -24,7 +24,12 @@ from autopar.plan.upgrade import upgrade_schema_6
 AGAIN = "Make the plan again with autopar.plan."
 P = TypeVar("P", bound=PlanSpec)
 MODEL_AXES = ("tp", "cp", "ep")
-ADDED: dict[str, Any] = {"reduce_precision": None, "parameter_dtypes": [], "search": None}
+ADDED: dict[str, Any] = {
+    "reduce_precision": None,
+    "parameter_dtypes": [],
+    "search": None,
+    "bucket_bytes": [],
+}
 """Fields that older documents of this schema lack."""
 
 KINDS = ("gather", "regather", "reduce")
@@ -134,6 +139,8 @@ def _check_messages(plan: PlanSpec) -> None:
         _check_unique(f"$.levels[{index}].from_bytes", (kind for kind, _ in own.from_bytes))
     if plan.hybrid and plan.shard_axis not in plan.axes:
         raise FieldError("$.hybrid", "is true, but no $.levels divide the data's axis")
+    if len(plan.bucket_bytes) not in (0, 2):
+        raise FieldError("$.bucket_bytes", "is neither empty nor of gathers and reductions")
     path = "$.compressions"
     for kind in KINDS:
         methods, buckets = getattr(plan.compressions, kind), getattr(plan.buckets, kind)

@@ -61,6 +61,8 @@ class PlanSpec:
         zero_stages: ZeRO stage of each block; "" for everything outside of blocks.
         batch: batch that each rank receives: "global" or "local".
         buckets: parameters that share one collective.
+        bucket_bytes: bytes of gather and reduction buckets that ranks fill themselves; replaces
+            `buckets` if present.
         compressions: lossy compression of each bucket.
         levels: levels of axes that span several nodes, and their hierarchical collectives.
         hybrid: whether ZeRO shards over the inner level of the data axis only, and replicates
@@ -104,6 +106,7 @@ class PlanSpec:
     zero_stages: tuple[tuple[str, ZeroStage], ...]
     batch: GlobalOrLocal = "global"
     buckets: Buckets = field(default_factory=Buckets)
+    bucket_bytes: tuple[Positive, ...] = ()
     compressions: Compressions = field(default_factory=Compressions)
     levels: tuple[Levels, ...] = ()
     hybrid: bool = False

@@ -164,12 +164,16 @@ class SearchContext:
         incumbent_s: best step time found so far on other meshes, in seconds.
         on_candidate: called with every candidate plan; None if nobody observes the search.
         baseline: best data parallelism of torch among the candidates, as a record.
+        estimating: returns whether time is left to estimate further meshes.
+        timed: whether a first answer is wanted soon, because time is limited.
     """
 
     deadline: Callable[[], bool] = lambda: True
     incumbent_s: float = math.inf
     on_candidate: Callable[[Plan], None] | None = None
     baseline: Baseline | None = None
+    estimating: Callable[[], bool] = lambda: True
+    timed: bool = False
 
     def note(self, plan: Plan) -> None:
         """Tells the observers of a candidate plan."""

@@ -33,18 +33,23 @@ class BucketCollectives(Pass):
     Before: one collective for each tensor. After: one collective for each bucket and kind. Names
     that the graph lacks are ignored, so that every graph of a model has the same buckets. A bucket
     of gathers starts with its first member, a bucket of reductions with its last. Tier: exact.
+
+    Attributes:
+        sizes: bytes of gather and reduction buckets, to propose buckets of the graph itself.
     """
 
     buckets: Buckets
+    sizes: tuple[int, ...] = ()
     ensures = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         graph = graph.copy()
+        buckets = propose_buckets(graph, *self.sizes) if self.sizes else self.buckets
         merged = 0
         for groups, select in (
-            (self.buckets.gather, gathers(graph, "forward")),
-            (self.buckets.regather, gathers(graph, "backward")),
-            (self.buckets.reduce, reductions(graph)),
+            (buckets.gather, gathers(graph, "forward")),
+            (buckets.regather, gathers(graph, "backward")),
+            (buckets.reduce, reductions(graph)),
         ):
             by_name: dict[str, list[fx.Node]] = {}
             for name, start in select:

@@ -19,6 +19,12 @@ def problem_of(model: nn.Module, strategy: autopar.Strategy, **more: Any) -> Pla
         precision=None,
         optimizer=torch.optim.AdamW,
         device=torch.device("cpu"),
-        comm_backend="gloo",
-        **{"world_size": 4, "memory": None, "batch": "global", "cluster": None} | more,
+        **{
+            "world_size": 4,
+            "memory": None,
+            "batch": "global",
+            "cluster": None,
+            "comm_backend": "gloo",
+        }
+        | more,
     )

@@ -41,6 +41,7 @@ def search_configs(
     strategy: Strategy,
     cap: int | None,
     incumbent_s: float = math.inf,
+    first: CandidateConfig | None = None,
 ) -> Plan:
     """The fastest plan of any evaluator with a peak of at most `cap` bytes, until the deadline.
 
@@ -48,7 +49,8 @@ def search_configs(
     the fastest does not fit, it raises recomputation or the ZeRO stage block by block, the fastest
     candidate first. If that is not enough, it tries smaller buckets. It tunes bucket sizes on the
     winner. If no ZeRO stage beats `incumbent_s` seconds even without exposed communication, it
-    returns the fastest of those that fit.
+    returns the fastest of those that fit. If `first` is given and fits, only its buckets and
+    schedules are tuned.
 
     Raises:
         OutOfMemoryError: nothing fits; raises the least shortfall.
@@ -59,7 +61,7 @@ def search_configs(
         if plans and not evaluator.setup.deadline():
             break
         try:
-            plans.append(_ConfigSearch(evaluator, strategy, cap, incumbent_s).plan())
+            plans.append(_ConfigSearch(evaluator, strategy, cap, incumbent_s, first).plan())
         except OutOfMemoryError as failure:
             failures.append(failure)
         except TimeIsOver:
@@ -78,6 +80,7 @@ class _ConfigSearch:
     strategy: Strategy
     cap: int | None
     incumbent_s: float
+    first: CandidateConfig | None = None
     candidates: dict[CandidateConfig, Candidate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,8 @@ class _ConfigSearch:
 
     def best_candidate(self) -> Candidate:
         base = self.setup.base
+        if self.first is not None and self.fits(seed := self.evaluate(self.first)):
+            return self.tune(seed) if self.setup.deadline() else seed
         starts = self.affordable(self.starts())
         found = [self.evaluate(config) for config in starts]
         best = self.best(found)
@@ -112,12 +117,10 @@ class _ConfigSearch:
         return self.tune(best) if not hopeless and communicates and self.setup.deadline() else best
 
     def best_known(self) -> Candidate:
-        """The best candidate so far, when time is over; raises OutOfMemoryError if none fits."""
+        """The best candidate so far, when time is over; raises TimeIsOver if none fits."""
         best = self.best(self.candidates.values())
-        if best is None and not self.candidates:
-            raise TimeIsOver
         if best is None:
-            raise self.nothing_fits()
+            raise TimeIsOver
         return best
 
     def starts(self) -> list[CandidateConfig]:
@@ -179,7 +182,8 @@ class _ConfigSearch:
     def evaluate(self, config: CandidateConfig) -> Candidate:
         if config not in self.candidates:
             self.candidates[config] = self.evaluator.evaluate(config)
-            arm()
+            if self.fits(self.candidates[config]):
+                arm()
         return self.candidates[config]
 
     def fits(self, candidate: Candidate) -> bool:

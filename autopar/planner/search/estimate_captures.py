@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -44,6 +43,7 @@ class MeshEstimator:
     The estimator times nothing: operators have earlier measured times, or modelled times. For each
     division along tp, cp and ep, two sizes of micro-batches are lowered and others interpolated.
     Captures leave out repeated blocks if a model is given. `sharing` ranks share a host's cores.
+    `captures` are reused, and extended, by the number of blocks of each kind.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class MeshEstimator:
         model: nn.Module | None = None,
         *,
         sharing: int = 1,
+        captures: dict[tuple[int, ...], CaptureCache] | None = None,
     ) -> None:
         self._problem, self._capture_slice = problem, capture_slice
         self._model, self._sharing = model, sharing
         self._kinds = [] if model is None else kinds_of(model, problem.blocks)
-        self._captures = defaultdict[tuple[int, ...], CaptureCache](dict)
+        self._captures = {} if captures is None else captures
         self._graph, self._figures = cache(self._capture), cache(self._lower)
 
     def __call__(self, problem: PlanningProblem) -> MeshEstimate:
@@ -90,9 +91,10 @@ class MeshEstimator:
     ) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
         """A captured slice and its parameters, with a number of blocks of each kind."""
         if self._model is None or not self._kinds:
-            return self._capture_slice(slices, self._captures[()]), dict(self._problem.parameters)
+            graph = self._capture_slice(slices, self._captures.setdefault((), {}))
+            return graph, dict(self._problem.parameters)
         with with_num_layers(self._model, self._kinds, layers):
-            graph = self._capture_slice(slices, self._captures[layers])
+            graph = self._capture_slice(slices, self._captures.setdefault(layers, {}))
             return graph, dict(describe_parameters(self._model))
 
     def _lower(self, axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatchFigures:

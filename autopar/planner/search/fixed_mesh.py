@@ -8,7 +8,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.prediction import Work
-from autopar.planner.evaluate.candidate import default_config, fixed_config
+from autopar.planner.evaluate.candidate import CandidateConfig, default_config, fixed_config
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
@@ -26,8 +26,11 @@ def plan_fixed_mesh(
     graphs: Graphs,
     machine: Machine | None,
     context: SearchContext | None = None,
+    first: CandidateConfig | None = None,
 ) -> Plan:
     """The fastest plan that fits, on rank 0; fully fixed strategies need no machine.
+
+    If `first` fits, only its buckets and schedules are tuned.
 
     Raises:
         OutOfMemoryError: nothing fits.
@@ -55,8 +58,8 @@ def plan_fixed_mesh(
         context = replace(context, on_candidate=lambda plan: observe(finish(plan)))
     if strategy.pipelined:
         evaluators = {n: build_evaluator(problem, g, machine, context) for n, g in graphs.items()}
-        return finish(fastest_pipeline(evaluators, strategy, cap, context.incumbent_s))
-    return finish(_plan_unpipelined(problem, graphs[1], machine, context))
+        return finish(fastest_pipeline(evaluators, strategy, cap, context.incumbent_s, first))
+    return finish(_plan_unpipelined(problem, graphs[1], machine, context, first))
 
 
 def _plan_unmeasured(problem: PlanningProblem, graphs: Graphs) -> Plan:
@@ -75,7 +78,11 @@ def _plan_unmeasured(problem: PlanningProblem, graphs: Graphs) -> Plan:
 
 
 def _plan_unpipelined(
-    problem: PlanningProblem, graph: TrainingGraph, machine: Machine, context: SearchContext
+    problem: PlanningProblem,
+    graph: TrainingGraph,
+    machine: Machine,
+    context: SearchContext,
+    first: CandidateConfig | None,
 ) -> Plan:
     """The fastest plan that fits: with the fastest partition, else with leaner ones."""
     strategy, cap = problem.strategy, problem.cap_on(machine.cluster)
@@ -87,7 +94,7 @@ def _plan_unpipelined(
                 build_evaluator(problem, graph, machine, context, memory=int(cap * share))
                 for share in LEANER_PARTITIONS
             ]
-    best = search_configs(evaluators, strategy, cap, context.incumbent_s)
+    best = search_configs(evaluators, strategy, cap, context.incumbent_s, first)
     if len(evaluators) == 1 or best.partitions == evaluators[0].setup.base.partitions:
         return best
     note = "more is divided than were fastest, to fit under the cap"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from autopar.common.deadline import TimeIsOver
 from autopar.cost_model.cost import ClusterError
@@ -23,6 +22,15 @@ from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
+from autopar.planner.search.meshes import (
+    SMALL_WORLD,
+    abbreviated,
+    mesh_name,
+    meshes,
+    model_ranks,
+    unusual_axes,
+    with_micro_batches,
+)
 from autopar.planner.search.pipeline_search import step_s
 from autopar.report.plan import Plan
 
@@ -30,6 +38,9 @@ log = logging.getLogger(__name__)
 
 EstimateMesh = Callable[[PlanningProblem], MeshEstimate]
 """Estimates a problem without an open mesh."""
+
+RefinePlan = Callable[[Plan], Plan | None]
+"""A plan that was predicted by arithmetic, lowered whole; None if it is, or if time lacks."""
 
 PlanMesh = Callable[[PlanningProblem, SearchContext], Plan]
 """Captures, measures and plans a problem without an open mesh."""
@@ -46,14 +57,15 @@ AUTOTUNE_MARGIN = 1.3
 PATIENCE = 3
 """Stop after this many meshes without improvement."""
 
-SMALL_WORLD = 8
-"""Largest world in which model-parallel axes may cross nodes, where links are slow."""
+DATA_PARALLEL_TRIES = 4
+"""Number of micro-batch sizes of data parallelism that are planned before other meshes."""
 
-MICRO_BATCHES_PER_STAGE = 8
-"""Most micro-batches tried, for each stage."""
+MOST_MICRO_BATCHES = 256
+"""Most micro-batches of data parallelism that are tried first."""
 
-NAMED_MESHES = 8
-"""Meshes that a note names; it counts the rest."""
+
+class TooCostlyError(AutoparError):
+    """A mesh takes longer to lower than the time that is left."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ def fastest_mesh(
     ranks_per_node: int,
     context: SearchContext | None = None,
     progress: ReportProgress = lambda progress: None,
+    refine: RefinePlan = lambda plan: None,
 ) -> Plan:
     """The fastest plan that fits, over all meshes that a strategy leaves open.
 
@@ -105,6 +118,8 @@ def fastest_mesh(
         problem.strategy, problem.world_size, ranks_per_node, len(problem.blocks)
     )
     small = problem.world_size <= SMALL_WORLD
+    if context.timed and not small:
+        return search.timed((first, *others), estimate, refine)
     if small:
         search.try_mesh(first, 0, len(others) + 1)
         best = search.best
@@ -113,13 +128,8 @@ def fastest_mesh(
             savings = f"{saveable:.0%} of the step is all that they could save"
             least_s = (1.0 - saveable) * step_s(best)
             return search.finish(f"not looked at: {names}; {savings}", bound_s=least_s)
-    ordered = search.estimated((first, *others), estimate, tried_first=small)
-    for done, each in enumerate(ordered, 1):
-        tries = search.best is None or (search.may_improve(each) and context.deadline())
-        if search.over or not tries:
-            search.skipped.append(each)
-        else:
-            search.try_mesh(each.strategy, done, len(ordered) + 1)
+    search.try_all(search.estimated((first, *others), estimate, tried_first=small))
+    search.refine_best(refine)
     return search.finish(*search.skipped_note())
 
 
@@ -133,7 +143,9 @@ class _MeshSearch:
         bounds_s: lower bound of the step of each estimated mesh, in seconds.
         unknown: meshes that were not estimated, because time was over.
         over: whether time ended within a mesh.
+        costly: meshes whose lowering would have taken longer than the time that was left.
         looked: number of meshes that were planned.
+        tried: names of these meshes.
         without_gain: number of meshes in a row that improved nothing, by group.
     """
 
@@ -148,7 +160,9 @@ class _MeshSearch:
     bounds_s: list[float] = field(default_factory=list)
     unknown: list[Strategy] = field(default_factory=list)
     over: bool = False
+    costly: list[Strategy] = field(default_factory=list)
     looked: int = 0
+    tried: set[str] = field(default_factory=set)
     without_gain: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -174,6 +188,7 @@ class _MeshSearch:
         if before is not None:
             context = replace(context, incumbent_s=self.margin * step_s(before))
         self.looked += 1
+        self.tried.add(mesh_name(strategy))
         try:
             self.plans.append(self.plan_mesh(problem, context))
         except OutOfMemoryError as failure:
@@ -182,12 +197,61 @@ class _MeshSearch:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
                 raise  # the caller may fall back to torch's data parallelism
             self.refusals[mesh_name(strategy)] = refusal
+        except TooCostlyError:
+            self.costly.append(strategy)
         except TimeIsOver:
             if not (self.plans or self.failures):
                 raise
             self.over = True
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
+
+    def timed(
+        self, strategies: Sequence[Strategy], estimate: EstimateMesh, refine: RefinePlan
+    ) -> Plan:
+        """The search under a time limit: data parallelism first, so that there is an answer."""
+        plain, *others = strategies
+        self.try_data_parallel(plain)
+        others.sort(key=unusual_axes)
+        found = self.estimated([plain, *others], estimate, tried_first=False)
+        self.try_all([each for each in found if mesh_name(each.strategy) not in self.tried])
+        self.refine_best(refine)
+        return self.finish(*self.skipped_note())
+
+    def try_data_parallel(self, plain: Strategy) -> None:
+        """Plans data parallelism with few rows in a micro-batch, then more while that helps."""
+        strategies = [*with_micro_batches(plain, MOST_MICRO_BATCHES)]
+        for strategy in reversed(strategies):
+            before, looked = self.best, self.looked
+            self.try_mesh(strategy, self.looked, DATA_PARALLEL_TRIES)
+            impossible = self.refusals.pop(mesh_name(strategy), None) is not None
+            self.looked -= impossible
+            slower = before is not None and self.best is before and self.looked > looked
+            if self.over or slower or self.looked == DATA_PARALLEL_TRIES:
+                break
+
+    def try_all(self, ordered: Sequence[MeshEstimate]) -> None:
+        """Plans estimated meshes in order, as far as they may improve on the best."""
+        for done, each in enumerate(ordered, 1):
+            tries = self.best is None or (self.may_improve(each) and self.context.deadline())
+            if self.over or not tries:
+                self.skipped.append(each)
+            else:
+                self.try_mesh(each.strategy, done, len(ordered) + 1)
+
+    def refine_best(self, refine: RefinePlan) -> None:
+        """Lowers the best plan whole, and the next one if that is slower then."""
+        while (best := self.best) is not None:
+            self.progress(SearchProgress(f"{best.name} whole", 0, 0, step_s(best)))
+            try:
+                whole = refine(best)
+            except OutOfMemoryError as failure:
+                self.plans.remove(best)
+                self.failures.append(failure)
+                continue
+            if whole is None:
+                return
+            self.plans[self.plans.index(best)] = whole
 
     def estimated(
         self, strategies: Sequence[Strategy], estimate: EstimateMesh, *, tried_first: bool
@@ -197,15 +261,20 @@ class _MeshSearch:
         For autotuning, the best estimate of each untried mesh comes first, since errors of
         estimates correlate within a mesh.
         """
-        found = []
+        found: list[MeshEstimate] = []
         fitting = filter(self.states_fit, strategies)
-        for strategy in (each for mesh in fitting for each in with_micro_batches(mesh)):
+        open_ = [each for mesh in fitting for each in with_micro_batches(mesh)]
+        for done, strategy in enumerate(open_):
+            best_s = step_s(self.best) if self.best is not None else 0.0
+            name = f"bounds of {mesh_name(strategy)}"
+            self.progress(SearchProgress(name, done, len(open_), best_s))
             if tried_first and model_ranks(strategy) == strategy.micro_batches == 1:
                 continue
             accumulates = strategy.pp_size == 1 and (strategy.micro_batches or 1) > 1
             if tried_first and accumulates and not self.is_memory_bound():
                 continue
-            if self.best is not None and not self.context.deadline():
+            in_time = self.context.deadline() and self.context.estimating()
+            if (self.best is not None or found) and not in_time:
                 self.unknown.append(strategy)
                 continue
             try:
@@ -269,19 +338,22 @@ class _MeshSearch:
         if self.unknown:
             names = abbreviated(map(mesh_name, self.unknown))
             yield f"not looked at: {names}; time was over"
+        if self.costly:
+            names = abbreviated(map(mesh_name, self.costly))
+            yield f"not looked at: {names}; to lower them takes longer than was left"
 
     def outcome(self, bound_s: float | None) -> SearchOutcome:
         """Extent of the search; the bound is that of all estimated meshes unless given."""
         assert self.best is not None
-        left_out = len(self.skipped) + len(self.unknown)
+        left_out = len(self.skipped) + len(self.unknown) + len(self.costly)
         if bound_s is None:
             known = min([*self.bounds_s, step_s(self.best)])
-            bound_s = 0.0 if self.unknown else known
+            bound_s = min(known, least_compute_s(self.best)) if self.unknown else known
         return SearchOutcome(
             looked=self.looked,
             left_out=left_out,
             bound_s=bound_s,
-            complete=not self.unknown and not self.over,
+            complete=not (self.unknown or self.over or self.costly),
         )
 
     def finish(self, *notes: str, bound_s: float | None = None) -> Plan:
@@ -319,6 +391,14 @@ class _MeshSearch:
         return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
 
 
+def least_compute_s(plan: Plan) -> float:
+    """Seconds of a plan's FLOPs at the peak rate of all ranks; 0 if unknown."""
+    work = plan.prediction.work if plan.prediction is not None else None
+    if work is None or not work.peak:
+        return 0.0
+    return work.flops / (work.peak * plan.world_size)
+
+
 def _recomputes(plan: Plan) -> bool:
     return any(level != "none" for _, level in plan.recompute)
 
@@ -328,54 +408,3 @@ def _saveable(plan: Plan) -> float:
     cost = plan.prediction
     assert cost is not None
     return cost.exposed_s / cost.step_s + cost.bubble if cost.step_s else 0.0
-
-
-def meshes(
-    strategy: Strategy, world_size: int, ranks_per_node: int, blocks: int
-) -> Iterator[Strategy]:
-    """Every mesh that `strategy.search` leaves open, the fewest model-parallel ranks first."""
-    widest = world_size if world_size <= SMALL_WORLD else ranks_per_node
-    most = {"pp": blocks, **dict.fromkeys(("tp", "cp", "ep"), widest)}
-    found = [replace(strategy, search=())]
-    for axis in (a for a in strategy.search if a in most and getattr(strategy, a) is None):
-        sizes = [n for n in range(1, most[axis] + 1) if world_size % n == 0]
-        found = [replace(one, **{axis: n}) for one in found for n in sizes]  # type: ignore[arg-type]
-    fitting = [one for one in found if world_size % model_ranks(one) == 0]
-    for one in sorted(fitting, key=lambda one: (model_ranks(one), one.pp_size)):
-        yield one
-        neighbours = ranks_per_node // one.model_parallel_size
-        ranks = world_size // model_ranks(one)
-        shards = "dp_shard" in strategy.search and one.dp_shard is None and one.zero != 0
-        if shards and 1 < neighbours < ranks and ranks % neighbours == 0:
-            yield replace(one, dp_shard=neighbours)
-
-
-def with_micro_batches(strategy: Strategy) -> Iterator[Strategy]:
-    """The strategy with each number of micro-batches that it leaves open, the fewest first."""
-    if strategy.micro_batches is not None:
-        yield strategy
-        return
-    count, most = 1, MICRO_BATCHES_PER_STAGE * max(1, strategy.pp_size)
-    while count <= most:
-        yield replace(strategy, micro_batches=count)
-        count *= 2
-
-
-def model_ranks(strategy: Strategy) -> int:
-    """Number of ranks that share one copy of the model."""
-    return strategy.model_parallel_size * strategy.pp_size
-
-
-def mesh_name(strategy: Strategy) -> str:
-    """The mesh and number of micro-batches as text."""
-    axes = {"pp": strategy.pp_size, **strategy.axes, "dp_shard": strategy.dp_shard or 1}
-    mesh = " x ".join(f"{axis}={n}" for axis, n in axes.items() if n > 1) or "data parallel"
-    count = strategy.micro_batches or 1
-    return f"{mesh}, {count} micro-batches" if count > 1 else mesh
-
-
-def abbreviated(names: Iterable[str]) -> str:
-    """The first names, and the number of further names."""
-    names = iter(names)
-    first, rest = list(islice(names, NAMED_MESHES)), len(list(names))
-    return ", ".join(first) + (f" and {rest} more" if rest else "")

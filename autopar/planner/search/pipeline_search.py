@@ -25,7 +25,7 @@ from autopar.plan.partition import rows_of
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.strategy import Strategy
-from autopar.planner.evaluate.candidate import Candidate, default_config
+from autopar.planner.evaluate.candidate import Candidate, CandidateConfig, default_config
 from autopar.planner.evaluate.cut_points import CutPoints, seconds_of, segments_of
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost
@@ -180,6 +180,7 @@ def fastest_pipeline(
     strategy: Strategy,
     cap: int | None,
     incumbent_s: float = math.inf,
+    first: CandidateConfig | None = None,
 ) -> Plan:
     """The fastest plan that fits, over micro-batches, schedules and balanced cut points.
 
@@ -190,11 +191,12 @@ def fastest_pipeline(
     tried: list[tuple[PipelineEvaluator, Candidate]] = []
     refusals: list[StrategyError] = []
     for micro_batches, evaluator in evaluators.items():
-        config = default_config(strategy, evaluator.setup.blocks, 0)
+        config = first or default_config(strategy, evaluator.setup.blocks, 0)
         try:
             for pipeline in open_pipelines(evaluator, strategy, micro_batches, cap):
                 tried.append((pipeline, pipeline.evaluate(config)))
-                arm()
+                if cap is None or tried[-1][1].needed_bytes <= cap:
+                    arm()
                 if not evaluator.setup.deadline():
                     break
         except StrategyError as refusal:
@@ -211,7 +213,7 @@ def fastest_pipeline(
     if cap is not None:
         smallest = min(tried, key=lambda item: item[1].needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
-    best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s)
+    best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s, first)
     return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried], cap))
 
 

@@ -11,7 +11,8 @@ from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
-from autopar.planner.search.mesh_search import EstimateMesh, PlanMesh, fastest_mesh, meshes
+from autopar.planner.search.mesh_search import EstimateMesh, PlanMesh, fastest_mesh
+from autopar.planner.search.meshes import meshes
 from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of

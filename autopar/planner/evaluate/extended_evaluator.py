@@ -1,0 +1,179 @@
+"""`ExtendedEvaluator`: figures of a whole model from few of its repeated blocks, by arithmetic.
+
+Blocks of a kind that are configured alike add the same to every figure of a step: its times, bytes
+and FLOPs. The model is lowered and simulated with two blocks of each kind, and with a third.
+Blocks of a kind that are configured differently count in proportion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.plan.prediction import Prediction, Work
+from autopar.plan.recompute import Level
+from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
+from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.evaluate.setup import EvaluationSetup
+from autopar.report.plan import Plan
+
+Figures = Mapping[tuple[str, str], float]
+"""Figures that add up over blocks, by the field of a prediction and the key within."""
+
+Class = tuple[int, Level]
+"""ZeRO stage and recomputation of a block."""
+
+SCALARS = (
+    "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "peak_bytes", "node_bytes",
+    "reserved_bytes",
+)  # fmt: skip
+TABLES = ("memory", "waits", "causes", "provenance")
+NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"
+
+
+@dataclass(frozen=True)
+class ReducedEvaluator:
+    """Evaluator of a model with few blocks.
+
+    Attributes:
+        blocks: name in the whole model of each of its blocks.
+        work: rows, tokens and FLOPs of its step.
+    """
+
+    evaluator: Evaluator
+    blocks: Mapping[str, str]
+    work: Work
+
+
+class ExtendedEvaluator(Evaluator):
+    """Evaluator of a whole model that lowers reduced models only.
+
+    Args:
+        setup: setup whose plan and parameters are those of the whole model.
+        kinds: names of the blocks of each kind.
+        reduced: the model with few blocks of each kind, then with one more of each in turn.
+    """
+
+    def __init__(
+        self,
+        setup: EvaluationSetup,
+        kinds: Sequence[Sequence[str]],
+        reduced: Sequence[ReducedEvaluator],
+    ) -> None:
+        super().__init__(setup)
+        self.kinds, self.reduced = kinds, reduced
+        self._uniform: dict[CandidateConfig, Figures] = {}
+
+    def plan(self, config: CandidateConfig) -> Plan:
+        plan = self.setup.draft(config)
+        name = f"{plan.name}, {plan.pipeline}" if plan.pipeline is not None else plan.name
+        return replace(plan, name=name, bucket_bytes=(config.gather_bytes, config.reduce_bytes))
+
+    def evaluate(self, config: CandidateConfig) -> Candidate:
+        figures = self._figures(config)
+        tables: dict[str, dict[str, Any]] = {
+            name: {} for name in (*SCALARS, *TABLES, "sent", "work")
+        }
+        for (field, key), value in figures.items():
+            tables[field][key] = max(0.0, value)
+        for name in ("memory", "provenance", "sent"):
+            tables[name] = {key: round(value) for key, value in tables[name].items()}
+        scalars = {name: tables[name][""] for name in SCALARS}
+        scalars |= {n: round(value) for n, value in scalars.items() if n.endswith("_bytes")}
+        scalars["reserved_bytes"] = max(scalars["reserved_bytes"], scalars["peak_bytes"])
+        found: dict[str, Any] = scalars | {name: tables[name] for name in TABLES}
+        work = replace(self.reduced[0].work, flops=tables["work"]["flops"])
+        prediction = Prediction(**found, context_bytes=self._context_bytes(config), work=work)
+        sent = tuple(sorted((axis, size) for axis, size in tables["sent"].items() if size))
+        plan = self.plan(config)
+        plan = replace(plan, sent_bytes=sent, notes=(*plan.notes, NOTE))
+        return self.setup.candidate(config, plan, prediction)
+
+    def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
+        """Step times on other clusters, all blocks being as the first of their kind."""
+        found = [0.0] * len(clusters)
+        for weight, classes in self._mixtures(config):
+            few, *more = (self._seconds(item, classes, config, clusters) for item in self.reduced)
+            for index, base in enumerate(few):
+                grown = sum(
+                    (own[index] - base) * (len(kind) - 2)
+                    for kind, own in zip(self.kinds, more, strict=True)
+                )
+                found[index] += weight * (base + grown)
+        return found
+
+    def _seconds(
+        self,
+        reduced: ReducedEvaluator,
+        classes: Sequence[Class],
+        config: CandidateConfig,
+        clusters: Sequence[Cluster],
+    ) -> list[float]:
+        return reduced.evaluator.seconds(self._reduced_config(reduced, classes, config), clusters)
+
+    def _context_bytes(self, config: CandidateConfig) -> int:
+        _, classes = next(self._mixtures(config))
+        own = self._reduced_config(self.reduced[0], classes, config)
+        return self.reduced[0].evaluator.evaluate(own).prediction.context_bytes
+
+    def _figures(self, config: CandidateConfig) -> Figures:
+        total: Counter[tuple[str, str]] = Counter()
+        for weight, classes in self._mixtures(config):
+            for key, value in self._of_uniform(classes, config).items():
+                total[key] += weight * value  # type: ignore[assignment]
+        return total
+
+    def _mixtures(self, config: CandidateConfig) -> Iterator[tuple[float, tuple[Class, ...]]]:
+        """Classes of the blocks of each kind, and the share of blocks that are so."""
+        zero, levels = dict(config.zero_stages), dict(config.recompute)
+        counts = [Counter((zero[b], levels[b]) for b in kind) for kind in self.kinds]
+        for classes in product(*counts):
+            weight = 1.0
+            for kind, found, own in zip(self.kinds, counts, classes, strict=True):
+                weight *= found[own] / len(kind)
+            yield weight, classes
+
+    def _of_uniform(self, classes: tuple[Class, ...], config: CandidateConfig) -> Figures:
+        """Figures of the whole model if all blocks of a kind are of one class."""
+        own = self._reduced_config(self.reduced[0], classes, config)
+        if own not in self._uniform:
+            base, *others = (
+                figures_of(item, self._reduced_config(item, classes, config))
+                for item in self.reduced
+            )
+            total = Counter(base)
+            for kind, more in zip(self.kinds, others, strict=True):
+                for key in {*base, *more}:
+                    block = max(0.0, more.get(key, 0.0) - base.get(key, 0.0))
+                    total[key] += block * (len(kind) - 2)  # type: ignore[assignment]
+            self._uniform[own] = total
+        return self._uniform[own]
+
+    def _reduced_config(
+        self, reduced: ReducedEvaluator, classes: Sequence[Class], config: CandidateConfig
+    ) -> CandidateConfig:
+        zero, levels = dict(config.zero_stages), dict(config.recompute)
+        for kind, (stage, level) in zip(self.kinds, classes, strict=True):
+            zero |= dict.fromkeys(kind, stage)
+            levels |= dict.fromkeys(kind, level)
+        blocks = [(own, reduced.blocks[own]) for own in reduced.evaluator.setup.blocks]
+        return replace(
+            config,
+            zero_stages=tuple((own, zero[block]) for own, block in blocks),
+            recompute=tuple((own, levels[block]) for own, block in blocks),
+        )
+
+
+def figures_of(reduced: ReducedEvaluator, config: CandidateConfig) -> dict[tuple[str, str], float]:
+    """Figures of a configuration of a reduced model."""
+    candidate = reduced.evaluator.evaluate(config)
+    cost = candidate.prediction
+    found = {(name, ""): float(getattr(cost, name)) for name in SCALARS}
+    for name in TABLES:
+        found |= {(name, key): float(value) for key, value in getattr(cost, name).items()}
+    found |= {("sent", axis): float(nbytes) for axis, nbytes in candidate.plan.sent_bytes}
+    return found | {("work", "flops"): reduced.work.flops}

@@ -1,0 +1,143 @@
+"""`plan_extended`: the fastest plan of a fixed mesh, with every kind of block lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.ir.graph import TrainingGraph
+from autopar.plan.partition import Partition
+from autopar.plan.pipeline import Pipeline
+from autopar.plan.prediction import Work
+from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import CandidateConfig, default_config
+from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.evaluate.extended_evaluator import ExtendedEvaluator, ReducedEvaluator
+from autopar.planner.machine import Machine
+from autopar.planner.problem import PlanningProblem, SearchContext
+from autopar.planner.search.build_evaluator import build_evaluator
+from autopar.planner.search.config_search import search_configs
+from autopar.planner.search.pipeline_search import open_pipelines
+from autopar.planner.search.reduced_models import ReducedModel, ReducedModels
+from autopar.report.plan import Plan
+
+
+def can_extend(strategy: Strategy) -> bool:
+    """Whether the plan of a strategy follows from few blocks: one stage, and ZeRO by kind."""
+    return strategy.stages == 1 and not isinstance(strategy.zero, Mapping)
+
+
+def plan_extended(
+    problem: PlanningProblem, models: ReducedModels, machine: Machine, context: SearchContext
+) -> tuple[Plan, CandidateConfig]:
+    """The fastest plan that fits, by arithmetic from reduced models, and its configuration.
+
+    Collectives are not scheduled one by one, and gradients are not compressed.
+
+    Raises:
+        OutOfMemoryError: nothing fits.
+    """
+    cap = problem.cap_on(machine.cluster)
+    evaluator = extended_evaluator(problem, models, machine, context)
+    strategy = replace(problem.strategy, prefetch=problem.strategy.prefetch or 1)
+    plan = search_configs([evaluator], strategy, cap, context.incumbent_s)
+    origin = f"{machine.cluster.name} ({machine.cluster.provenance})"
+    notes = (*plan.notes, *problem.memory_notes(machine.cluster))
+    plan = replace(plan, memory_cap=cap, cluster=origin, notes=notes)
+    return plan, config_of(plan, strategy, evaluator.setup.blocks)
+
+
+def extended_evaluator(
+    problem: PlanningProblem, models: ReducedModels, machine: Machine, context: SearchContext
+) -> ExtendedEvaluator:
+    """The evaluator of the whole model, with the partition of the reduced ones."""
+    count = problem.strategy.micro_batches or 1
+    quiet = replace(context, baseline=None, on_candidate=None)
+    reduced, evaluators = [], []
+    for layers in models.samples:
+        model = models.get(layers, problem.dp_size, count)
+        few = replace(problem, parameters=model.parameters)
+        evaluator: Evaluator = build_evaluator(few, model.graph, machine, quiet)
+        if problem.strategy.pipelined:
+            evaluator = next(open_pipelines(evaluator, problem.strategy, count))
+        evaluators.append(evaluator)
+        work = _work(problem, model.graph, count, machine)
+        reduced.append(ReducedEvaluator(evaluator, model.blocks, work))
+    first = models.get(models.fewest, problem.dp_size, count)
+    setup, base = evaluators[0].setup, problem.base()
+    own = setup.base
+    changed = tuple(name for one in own.changed for name in _names(models, first, one))
+    base = replace(
+        base,
+        levels=own.levels,
+        changed=changed,
+        partitions=tuple(_whole_partition(models, first, each) for each in own.partitions),
+        pipeline=_whole_pipeline(models, first, own.pipeline),
+        notes=own.notes,
+    )
+    kept = {name: info for name, info in problem.parameters.items() if name not in changed}
+    whole = replace(
+        setup,
+        graph=replace(first.graph, parameters=kept),
+        parameters=problem.parameters,
+        base=base,
+        op_strategies=(),
+        note=context.note,
+        deadline=context.deadline,
+    )
+    return ExtendedEvaluator(whole, models.kinds, reduced)
+
+
+def config_of(plan: Plan, strategy: Strategy, blocks: Sequence[str]) -> CandidateConfig:
+    """The configuration of an extended plan."""
+    gather_bytes, reduce_bytes = plan.bucket_bytes
+    return replace(
+        default_config(strategy, blocks, 0),
+        zero_stages=plan.zero_stages,
+        recompute=plan.recompute,
+        gather_bytes=gather_bytes,
+        reduce_bytes=reduce_bytes,
+        hierarchical=any(levels.from_bytes for levels in plan.levels),
+    )
+
+
+def _work(problem: PlanningProblem, graph: TrainingGraph, count: int, machine: Machine) -> Work:
+    dtype = problem.precision or str(problem.dtype).removeprefix("torch.")
+    return Work.of(graph, count * problem.dp_size, machine.cluster, dtype)
+
+
+def _names(models: ReducedModels, reduced: ReducedModel, name: str) -> Iterator[str]:
+    """Parameters of the whole model that a parameter of the reduced one stands for.
+
+    The last kept block of a kind stands for all that are left out.
+    """
+    own = reduced.names[name]
+    yield own
+    block = reduced.blocks[reduced.parameters[name].block]
+    alike = models.alike(block)
+    kept = [each for each in alike if each in reduced.blocks.values()]
+    if len(alike) > len(kept) and block == kept[-1]:
+        for other in alike[len(kept) :]:
+            yield other + own.removeprefix(block)
+
+
+def _table(
+    models: ReducedModels, reduced: ReducedModel, items: Sequence[tuple[str, object]]
+) -> Iterator[tuple[str, object]]:
+    for name, value in items:
+        for whole in _names(models, reduced, name):
+            yield whole, value
+
+
+def _whole_partition(models: ReducedModels, reduced: ReducedModel, own: Partition) -> Partition:
+    """Placements of all parameters; ranks find the strategies of operators that fit them."""
+    parameters = tuple(_table(models, reduced, own.parameters))
+    return replace(own, parameters=parameters, graph="", rows=0, strategies=())  # type: ignore[arg-type]
+
+
+def _whole_pipeline(
+    models: ReducedModels, reduced: ReducedModel, own: Pipeline | None
+) -> Pipeline | None:
+    if own is None:
+        return None
+    return replace(own, uses=tuple(_table(models, reduced, own.uses)))  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""`ReducedModels`: captures of a model with few of its repeated blocks, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+
+from autopar.capture.batch_slices import CaptureCache
+from autopar.capture.model_info import describe_parameters
+from autopar.capture.repeated_blocks import BlockKind
+from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.planner.search.estimate_captures import SAMPLED_LAYERS, kinds_of, with_num_layers
+
+CaptureReduced = Callable[[int, int, CaptureCache], TrainingGraph]
+"""Captures the model as it is, given data-parallel ranks, micro-batches, and captures to reuse."""
+
+Layers = tuple[int, ...]
+"""Number of blocks that are kept of each kind."""
+
+
+@dataclass(frozen=True)
+class ReducedModel:
+    """A captured micro-batch of a model with few of its blocks.
+
+    Attributes:
+        parameters: parameters of the reduced model, by its own names.
+        names: name in the whole model of each parameter.
+        blocks: name in the whole model of each block; "" outside of blocks.
+    """
+
+    graph: TrainingGraph
+    parameters: Mapping[str, ParameterInfo]
+    names: Mapping[str, str]
+    blocks: Mapping[str, str]
+
+
+class ReducedModels:
+    """Reduced captures of one model, each made once.
+
+    Attributes:
+        kinds: names of the blocks of each kind, in the whole model.
+        captures: captures of whole batches, by the number of blocks of each kind.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], capture: CaptureReduced) -> None:
+        self._model, self._capture = model, capture
+        self._kinds: list[BlockKind] = kinds_of(model, blocks)
+        modules = {id(module): name for name, module in model.named_modules()}
+        self._module_names = modules
+        self._parameter_names = {id(p): name for name, p in model.named_parameters()}
+        self.kinds = [[modules[id(block[0])] for block in kind.modules] for kind in self._kinds]
+        self.captures: dict[Layers, CaptureCache] = {}
+        self._sizes: dict[Layers, int] = {}
+        self.get = cache(self._get)
+
+    @property
+    def fewest(self) -> Layers:
+        return (SAMPLED_LAYERS,) * len(self.kinds)
+
+    @property
+    def samples(self) -> list[Layers]:
+        """The fewest blocks, then one more of each kind in turn."""
+        few = self.fewest
+        more = [(*few[:i], few[i] + 1, *few[i + 1 :]) for i in range(len(few))]
+        return [few, *more]
+
+    def _get(self, layers: Layers, ranks: int, micro_batches: int) -> ReducedModel:
+        captures = self.captures.setdefault(layers, {})
+        with with_num_layers(self._model, self._kinds, layers):
+            graph = self._capture(ranks, micro_batches, captures)
+            parameters = describe_parameters(self._model)
+            tensors = dict(self._model.named_parameters())
+            modules = dict(self._model.named_modules())
+        self._sizes[layers] = len(graph.graph.nodes)
+        names = {name: self._parameter_names[id(tensors[name])] for name in parameters}
+        own = {"", *(info.block for info in parameters.values())}
+        blocks = {block: self._module_names[id(modules[block])] for block in own}
+        return ReducedModel(graph, parameters, names, blocks)
+
+    def whole_nodes(self) -> float:
+        """Number of nodes of a captured whole model, from those of the reduced ones."""
+        if any(layers not in self._sizes for layers in self.samples):
+            return 0.0
+        few, *more = (self._sizes[layers] for layers in self.samples)
+        blocks = zip(self.kinds, more, strict=True)
+        return few + sum((own - few) * (len(kind) - SAMPLED_LAYERS) for kind, own in blocks)
+
+    def alike(self, block: str) -> Sequence[str]:
+        """Blocks of the same kind in the whole model, or the block alone."""
+        return next((kind for kind in self.kinds if block in kind), [block])

@@ -1,0 +1,103 @@
+"""Plans by arithmetic from a few blocks, beside plans of the whole model."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.capture.batch_slices import CaptureCache, capture_of_rank
+from autopar.ir.graph import TrainingGraph
+from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
+from autopar.passes.core.collective_ops import start_all_gather, starts
+from autopar.passes.core.runner import run_passes
+from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.strategy import Strategy
+from autopar.planner.machine import known_machine
+from autopar.planner.problem import PlanningProblem, SearchContext
+from autopar.planner.search.extended_search import plan_extended
+from autopar.planner.search.fixed_mesh import plan_fixed_mesh
+from autopar.planner.search.reduced_models import ReducedModels
+from autopar.report.plan import Plan
+from tests.planner.blocks import GPTBlock, Stack
+from tests.planner.problems import problem_of
+
+DEPTH = 7
+
+
+@cache
+def gpt() -> tuple[Stack, torch.Tensor]:
+    with torch.device("meta"):
+        return Stack(lambda: GPTBlock(1024, 8), DEPTH), torch.empty(32, 512, 1024)
+
+
+CACHE: CaptureCache = {}
+REDUCED: dict[tuple[int, ...], CaptureCache] = {}
+
+
+def captured(ranks: int, count: int, cache: CaptureCache) -> TrainingGraph:
+    model, x = gpt()
+    return capture_of_rank(model, (x,), 0, ranks, micro_batches=count, cache=cache)
+
+
+def problem(**strategy: Any) -> PlanningProblem:
+    cluster = autopar.Cluster.named("dgx-h100")
+    fixed = Strategy(**({"prefetch": 1} | strategy))
+    more = {"world_size": 8, "cluster": cluster, "comm_backend": "nccl"}
+    return problem_of(gpt()[0], fixed, **more)
+
+
+def extended(own: PlanningProblem) -> Plan:
+    models = ReducedModels(gpt()[0], own.blocks, captured)
+    models.captures |= REDUCED
+    found, _ = plan_extended(own, models, known_machine(own, 1), SearchContext())
+    REDUCED.update(models.captures)
+    return found
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"zero": 0, "recompute": "none"},
+        {"zero": 3, "recompute": "full"},
+        {"zero": 1, "recompute": "none", "micro_batches": 2},
+        {"zero": 0, "recompute": "none", "tp": 2},
+    ],
+    ids=str,
+)
+def test_figures_grow_with_the_blocks(strategy: dict[str, Any]) -> None:
+    own = problem(**strategy)
+    count = own.strategy.micro_batches or 1
+    few = extended(own)
+    whole = plan_fixed_mesh(
+        own, {count: captured(own.dp_size, count, CACHE)}, known_machine(own, 1)
+    )
+    a, b = few.prediction, whole.prediction
+    assert a is not None
+    assert b is not None
+    assert a.step_s == pytest.approx(b.step_s, rel=0.03)
+    assert a.compute_s == pytest.approx(b.compute_s, rel=0.01)
+    # the peak of few recomputed blocks is that of another moment
+    off = 0.1 if strategy["recompute"] == "none" else 0.25
+    assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=off)
+    assert a.work == pytest.approx(b.work)
+    assert dict(few.sent_bytes) == pytest.approx(dict(whole.sent_bytes), rel=0.01)
+    assert few.placements == whole.placements
+    assert [p.layouts for p in few.partitions] == [p.layouts for p in whole.partitions]
+
+
+def test_ranks_fill_the_buckets_themselves() -> None:
+    own = problem(zero=3, recompute="none", gather_bytes=2**26, reduce_bytes=2**26)
+    few = extended(own)
+    assert few.bucket_bytes == (2**26, 2**26)
+    assert Plan.from_dict(few.to_dict()) == few
+    passes = build_pass_pipeline(few, 0, "nccl")
+    at = next(i for i, item in enumerate(passes) if isinstance(item, BucketCollectives))
+    graph = run_passes(replace(captured(8, 1, CACHE), axes=few.axes), passes[:at])
+    merged = run_passes(graph, [passes[at]])
+    proposed = propose_buckets(graph, 2**26, 2**26)
+    sent = [start for start in starts(merged) if start.target is start_all_gather]
+    assert len(sent) == len(proposed.gather) + len(proposed.regather)
+    assert len(proposed.gather) > 1
