@@ -96,9 +96,9 @@ class DistributedModule(StatefulModule):
         self._context.rng.set_state(state)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets training mode, also of the plain model."""
-        super().train(mode)
-        self._wrapped[0].training = mode
+        """Sets training mode as the plain model does."""
+        self._wrapped[0].train(mode)
+        self.training = self._wrapped[0].training
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MethodType
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, batch_shard_of
@@ -31,13 +33,16 @@ from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import (
     as_dtensors,
     broadcast_from_rank0,
+    local_part,
     parameter_like,
 )
+from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh, rank
 from autopar.runtime.rng import RandomStream
 from autopar.runtime.spmd.executor import SpmdExecutor
+from autopar.runtime.user_class import specialized
 
 CaptureFunction = Callable[[int, int, int], Capture]
 """Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches."""
@@ -71,6 +76,24 @@ SHARED_BY_COPIES = {"plan", "mesh", "_make_plan", "_make_fallback"}
 
 class PlannedModule(nn.Module):
     """A model with its plan, mesh and executor; other attributes are the model's."""
+
+    def __new__(
+        cls, model: nn.Module | None = None, parameters: Any = (), device: Any = None, *rest: Any
+    ) -> Self:
+        """An instance of a subclass with the signature of the model's forward."""
+        if model is None:
+            return super().__new__(cls)
+        has_loss = any(isinstance(x, Options) and x.loss_fn is not None for x in rest)
+        return super().__new__(specialized(cls, model, has_loss=has_loss))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the user's model, for `isinstance`; `type` is a subclass of this one."""
+        wrapped = self.__dict__.get("_wrapped")
+        return type(wrapped[0]) if wrapped else type(self)
+
+    def _get_name(self) -> str:
+        return type(self).__name__
 
     def __init__(
         self,
@@ -232,9 +255,15 @@ class PlannedModule(nn.Module):
             if name == "_wrapped":
                 raise
             value = getattr(self._wrapped[0], name)
+            if isinstance(value, MethodType) and value.__self__ is self._wrapped[0]:
+                return self._method(name, value)
             # models of transformers return the device of their first parameter
             is_meta = isinstance(value, torch.device) and value.type == "meta"
             return self._device if is_meta else value
+
+    def _method(self, name: str, method: MethodType) -> Any:
+        """A method of the user's module, as the compiled one offers it."""
+        return method
 
     def __copy__(self) -> Self:
         made = type(self).__new__(type(self))
@@ -269,6 +298,10 @@ class PlannedModule(nn.Module):
 
     def _copy(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = type(self).__new__(type(self))
+        for parameter in self._wrapped[0].parameters():
+            if isinstance(parameter, DTensor) and id(parameter) not in memo:
+                part = local_part(parameter.detach()).clone()  # without gradient, as torch's copies
+                memo[id(parameter)] = parameter_like(parameter, in_layout_of(parameter, part))
         for name, value in self.__dict__.items():
             if name not in ("_context", "_executor", "_protocol", "_deferred"):
                 is_shared = name in SHARED_BY_COPIES

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autopar.runtime.pipeline.stage_parameters import fetch_remote_parameters
 from autopar.runtime.planned_module import PlannedModule
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.states.gathered import Gathered
+from autopar.runtime.states.methods import explaining_shards, save_pretrained
 from autopar.runtime.states.optimizer_states import full_optimizer_state, load_optimizer_state
 
 OptimizerState = dict[str, Any]
@@ -105,6 +107,14 @@ class StatefulModule(PlannedModule):
             finally:
                 self._num_gathered = 0
 
+    def _method(self, name: str, method: MethodType) -> Any:
+        """A method of the user's module; one that needs whole parameters asks for them."""
+        if self._options.ranks == 1 or self._num_gathered:
+            return method
+        if name == "save_pretrained":
+            return partial(save_pretrained, self, method)
+        return method if self._fallback else explaining_shards(method)
+
     def _gather(self) -> Gathered:
         remote: dict[nn.Parameter, torch.Tensor] = {}
         if (group := self._pipeline_group) is not None:
@@ -168,15 +178,14 @@ class StatefulModule(PlannedModule):
 
         With pipeline stages all ranks call this at once, to exchange their parameters.
         """
+        options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
         if self._num_gathered:
-            return nn.Module.state_dict(
-                self._wrapped[0], destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
+            return self._wrapped[0].state_dict(**options)
         self.materialize_parameters()
         has_stages = self.plan is not None and self.plan.pp_size > 1
         if has_stages:
             self._agree("takes the state dict, of several stages, of")
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found: dict[str, Any] = self._wrapped[0].state_dict(**options)
         if self.mesh is not None:
             compression = self._context.compression_state.state_dict(self._stage_mesh)
             if compression:
@@ -200,7 +209,7 @@ class StatefulModule(PlannedModule):
         Each rank takes its part of the whole model. With pipeline stages `assign` copies too.
         """
         if self._num_gathered:
-            return nn.Module.load_state_dict(self._wrapped[0], state_dict, strict)
+            return self._wrapped[0].load_state_dict(state_dict, strict)
         state_dict = dict(state_dict)
         self._load_compression_state(state_dict.pop(STATE_DICT_KEY, None))
         if self._deferred is None or self.plan is not None:
@@ -222,7 +231,7 @@ class StatefulModule(PlannedModule):
         known = dict(self._wrapped[0].named_parameters(remove_duplicate=False))
         values = {name: distribute_like(known.get(name), x) for name, x in state_dict.items()}
         assign = assign and not any(is_remote(parameter) for parameter in known.values())
-        return super().load_state_dict(values, strict=strict, assign=assign)
+        return self._wrapped[0].load_state_dict(values, strict=strict, assign=assign)
 
 
 def _memory(value: Any) -> Any:

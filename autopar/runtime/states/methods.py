@@ -1,0 +1,71 @@
+"""Methods of the user's module, called on the compiled one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import pytree
+from autopar.capture.provenance import first_line
+from autopar.common.notices import warn_once
+from autopar.errors import NumericsWarning, StrategyError
+from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.parameters.distribute import is_remote
+from autopar.runtime.process_groups import rank
+
+
+class Gathers(Protocol):
+    """A compiled model, whose parameters can be gathered."""
+
+    def gathered(self) -> contextlib.AbstractContextManager[nn.Module]: ...
+
+
+def explaining_shards(method: MethodType) -> MethodType:
+    """The same method, which runs the plain model on this rank alone, and tells so.
+
+    If it fails on sharded parameters, it raises StrategyError. If it returns something to train by,
+    it warns that gradients are not reduced.
+    """
+    function, model = method.__func__, method.__self__
+    assert isinstance(model, nn.Module)
+
+    @functools.wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(self, *args, **kwargs)
+        except RuntimeError as error:
+            if not any(isinstance(p, DTensor) or is_remote(p) for p in model.parameters()):
+                raise
+            raise StrategyError(
+                f"{function.__name__}() runs the plain model, whose parameters are sharded under "
+                f"this plan, and raised {type(error).__name__}: {first_line(error)}. Call it "
+                "inside of `with model.gathered():`, on all ranks. Changes of modules or shapes "
+                "belong before autopar.compile."
+            ) from error
+        if any(isinstance(x, torch.Tensor) and x.grad_fn for x in pytree.tree_leaves(result)):
+            warn_once(
+                NumericsWarning,
+                f"{function.__name__}() ran the plain model on this rank alone: gradients of its "
+                "result are not reduced over the ranks. Train by calls of the compiled model.",
+            )
+        return result
+
+    return MethodType(run, model)
+
+
+def save_pretrained(model: Gathers, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`save_pretrained` of Hugging Face's models; rank 0 writes the files of the plain model.
+
+    All ranks call this at once, unless `state_dict` is given.
+    """
+    if kwargs.get("state_dict") is not None:
+        return method(*args, **kwargs)
+    with model.gathered():
+        return run_on_all_ranks(lambda: method(*args, **kwargs) if rank() == 0 else None)
