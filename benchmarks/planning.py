@@ -4,6 +4,8 @@
 
 `seconds` runs from the model, built on the meta device in a process of its own, to the plan, and
 `cpu_seconds` is process time of the same span. `peak_bytes` is the process's peak, torch included.
+`first_seconds` ends at the first plan. `bound` is the proven lower bound of a step in seconds,
+`gap` the fraction of the step above it, `looked` the number of meshes that were planned.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import planning_models
 from benchmarks.before import NAME
-from benchmarks.published import gpt
 from benchmarks.report import about, save
 
 
@@ -36,29 +38,7 @@ class Case:
     gpus: int
     strategy: Mapping[str, Any]
     memory: str = "1000GB"  # of each GPU
-    limit_s: float | None = None  # seconds after which the search tries no further mesh
-
-
-def gpt2(rows: int) -> tuple[nn.Module, Any]:
-    return gpt.make(gpt.Sizes(1600, 48, 25, 50257, 1024, flash=True, dropout=False), rows)
-
-
-def llama_70b() -> tuple[nn.Module, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32000,
-        use_cache=False,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        tokens = torch.zeros(1024, 4096, dtype=torch.long)
-    return model, {"input_ids": tokens, "labels": tokens}
+    limit_s: float | None = None  # budget of the whole plan in seconds
 
 
 PIPELINE = {
@@ -72,13 +52,34 @@ PIPELINE = {
     "gather_bytes": 2**26,
     "reduce_bytes": 2**26,
 }
+FASTEST = {"search": ("pp", "tp", "cp", "ep", "dp_shard")}
+
+
+def question(
+    make: Callable[[], planning_models.Made], cluster: str, gpus: int, memory: str = "80GB"
+) -> Case:
+    """A model under "fastest" and the limit of `autopar plan`."""
+    return Case(make, cluster, gpus, FASTEST, memory, 60.0)
+
+
 CASES: Mapping[str, Case] = {
-    "gpt2-1.5b": Case(partial(gpt2, 64), "dgx-a100", 16, {}, "80GB"),
-    "gpt2-1.5b-128": Case(partial(gpt2, 128), "dgx-h100", 128, {}, "80GB"),
-    "llama-70b-1024": Case(llama_70b, "dgx-h100", 1024, PIPELINE),
-    "llama-70b-1024-searched": Case(
-        llama_70b, "dgx-h100", 1024, {"search": ("pp", "tp")}, "80GB", 60.0
+    "gpt2-1.5b": Case(partial(planning_models.gpt2, 64), "dgx-a100", 16, {}, "80GB"),
+    "gpt2-1.5b-128": Case(partial(planning_models.gpt2, 128), "dgx-h100", 128, {}, "80GB"),
+    "llama-70b-1024": Case(partial(planning_models.llama, "70b", 1024), "dgx-h100", 1024, PIPELINE),
+    "gpt2-1.5b-16": question(partial(planning_models.gpt2, 64), "dgx-a100", 16),
+    "llama-7b-8": question(partial(planning_models.llama, "7b", 32), "dgx-h100", 8),
+    "llama-7b-128": question(partial(planning_models.llama, "7b", 1024), "dgx-h100", 128),
+    "llama-70b-64": question(partial(planning_models.llama, "70b", 256), "dgx-h100", 64),
+    "llama-70b-1024-searched": question(
+        partial(planning_models.llama, "70b", 1024), "dgx-h100", 1024
     ),
+    "llama-405b-1024": question(partial(planning_models.llama, "405b", 1024), "dgx-h100", 1024),
+    "mixtral-8x7b-16": question(partial(planning_models.mixtral, 64), "dgx-a100", 16),
+    "mixtral-8x7b-256": question(partial(planning_models.mixtral, 1024), "dgx-h100", 256),
+    "resnet50-8": question(partial(planning_models.resnet50, 2048), "dgx-h100", 8),
+    "vit-large-32": question(partial(planning_models.vit_large, 4096), "dgx-h100", 32),
+    "t5-xxl-64": question(partial(planning_models.t5_xxl, 512), "dgx-h100", 64),
+    "gpt-300m-2gib": question(partial(planning_models.gpt_300m, 64), "dgx-h100", 8, "2GiB"),
 }
 
 
@@ -89,27 +90,55 @@ def complete_plan(name: str, package: str = "autopar") -> dict[str, Any]:
     cluster = planner.Cluster.named(case.cluster)
     model, inputs = case.make()
     nodes = max(1, case.gpus // cluster.ranks_per_node)
+    first_s, error = [0.0], ""
     start, begun = time.perf_counter(), time.process_time()
-    made = planner.plan(
-        model,
-        case.gpus,
-        example_inputs=inputs,
-        strategy=planner.Strategy(**case.strategy),
-        cluster=planner.Cluster.named(case.cluster, nodes),
-        memory=case.memory,
-        backend="inductor",
-        time_limit_s=case.limit_s,
-    )
+
+    def note_first(search: Any) -> None:
+        if search.best_s and not first_s[0]:
+            first_s[0] = time.perf_counter() - start
+
+    made = None
+    try:
+        made = planner.plan(
+            model,
+            case.gpus,
+            example_inputs=inputs,
+            strategy=planner.Strategy(**case.strategy),
+            cluster=planner.Cluster.named(case.cluster, nodes),
+            memory=case.memory,
+            backend="inductor",
+            time_limit_s=case.limit_s,
+            progress=note_first,
+        )
+    except planner.AutoparError as failure:
+        error = f"{type(failure).__name__}: {failure}"
     taken, computed = time.perf_counter() - start, time.process_time() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    axes = ", ".join(f"{axis}={size}" for axis, size in made.mesh if size > 1)
     label = name if package == "autopar" else f"{name} before"
-    return {
+    row = {
         "model": label,
-        "axes": axes,
         "seconds": taken,
         "cpu_seconds": computed,
+        "first_seconds": first_s[0] or taken,
         "peak_bytes": peak,
+        "error": error,
+    }
+    return row | (answer(made) if made is not None else {})
+
+
+def answer(made: Any) -> dict[str, Any]:
+    """Figures of a plan: the search's extent and bound are 0 for packages that lack them."""
+    found, step_s = getattr(made, "search", None), made.prediction.step_s
+    return {
+        "plan": made.name,
+        "axes": ", ".join(f"{axis}={size}" for axis, size in made.mesh if size > 1),
+        "step_s": step_s,
+        "bound": found.bound_s if found else 0.0,
+        "gap": found.gap(step_s) if found else 1.0,
+        "gain": found.gain(step_s) if found else None,
+        "looked": found.looked if found else 0,
+        "left_out": found.left_out if found else 0,
+        "whole": not getattr(made, "bucket_bytes", ()),
     }
 
 
@@ -118,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--before", action="store_true", help="plan with autopar_before too")
+    parser.add_argument("--note", default="", help="conditions of the run, for the JSON file")
     options = parser.parse_args(arguments)
     rows = []
     packages = ("autopar", NAME) if options.before else ("autopar",)
@@ -125,14 +155,18 @@ def main(arguments: list[str] | None = None) -> int:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             row = pool.apply(complete_plan, job)
         rows.append(row)
-        print(
-            f"{row['model']} {row['axes']}: {row['seconds']:.1f} s, "
-            f"{row['cpu_seconds']:.1f} computed, {row['peak_bytes'] / 2**30:.2f} GiB",
-            flush=True,
-        )
-    if options.json:
-        save(options.json, {**about(), "rows": rows})
+        print(f"{row['model']}: {line_of(row)}", flush=True)
+        if options.json:
+            save(options.json, {**about(), "note": options.note, "rows": rows})
     return 0
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    spent = f"{row['seconds']:.1f} s, {row['cpu_seconds']:.1f} computed, first plan after "
+    spent += f"{row['first_seconds']:.1f} s, {row['peak_bytes'] / 2**30:.2f} GiB"
+    if row["error"]:
+        return f"{spent}: {row['error'][:200]}"
+    return f"{spent}: {row['axes']}, {row['step_s']:.3f} s a step, gap {row['gap']:.0%}"
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
     """Whether the plan depends on measurements.
 
     A fully fixed strategy needs none, unless the planner must check a cap, choose levels, or
-    predict an offline plan on a measured cluster.
+    predict an offline plan on a cluster with curves or links.
     """
-    if not live and problem.cluster is not None and problem.cluster.curves:
+    known = problem.cluster
+    if not live and known is not None and (known.curves or known.topology is not None):
         return True
     fixed = fixed_config(problem.strategy, problem.blocks) is not None
     by_level = problem.strategy.hierarchical is True and not problem.base().hybrid

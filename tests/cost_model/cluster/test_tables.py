@@ -13,7 +13,10 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.devices import find_device
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = ("8x4090-pcie", "aws-p5", "dgx-a100", "dgx-h100", "dgx1v-roce", "gcp-a3mega")
+NAMES = (
+    "8x4090-pcie", "aws-p5", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200", "dgx1v-roce",
+    "gb200-nvl72", "gcp-a3mega", "h100-eth400", "l40s-eth100", "mi300x-eth400",
+)  # fmt: skip
 
 
 def test_they_are_package_data():
@@ -69,7 +72,7 @@ def test_others_are_refused():
     with pytest.raises(ClusterError, match="its fabric is not uniform"):
         Cluster.named("dgx1v-roce", nodes=4)
     with pytest.raises(ClusterError, match="choose 8x4090-pcie, aws-p5"):
-        Cluster.named("dgx-b200")
+        Cluster.named("dgx-b300")
 
 
 @pytest.mark.parametrize("name", shipped_clusters())
