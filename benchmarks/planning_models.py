@@ -59,6 +59,7 @@ def t5_xxl(rows: int) -> Made:
         dropout_rate=0.0,
         use_cache=False,
         tie_word_embeddings=False,
+        decoder_start_token_id=0,
     )
     return _language(lambda: T5ForConditionalGeneration(config), rows, 512)
 

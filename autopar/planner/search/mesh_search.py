@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.common.deadline import TimeIsOver
+from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cost import ClusterError
 from autopar.errors import (
     AutoparError,
@@ -118,16 +118,13 @@ def fastest_mesh(
         problem.strategy, problem.world_size, ranks_per_node, len(problem.blocks)
     )
     small = problem.world_size <= SMALL_WORLD
-    if context.timed and not small:
+    if context.timed:
         return search.timed((first, *others), estimate, refine)
     if small:
         search.try_mesh(first, 0, len(others) + 1)
-        best = search.best
-        if best and not _recomputes(best) and (saveable := _saveable(best)) <= NEGLIGIBLE:
-            names = abbreviated(map(mesh_name, others))
-            savings = f"{saveable:.0%} of the step is all that they could save"
-            least_s = (1.0 - saveable) * step_s(best)
-            return search.finish(f"not looked at: {names}; {savings}", bound_s=least_s)
+        if search.computes_only() and (best := search.best) is not None:
+            least_s = (1.0 - _saveable(best)) * step_s(best)
+            return search.finish(search.saveable_note(others), bound_s=least_s)
     search.try_all(search.estimated((first, *others), estimate, tried_first=small))
     search.refine_best(refine)
     return search.finish(*search.skipped_note())
@@ -193,6 +190,7 @@ class _MeshSearch:
             self.plans.append(self.plan_mesh(problem, context))
         except OutOfMemoryError as failure:
             self.failures.append(failure)
+            arm()
         except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
                 raise  # the caller may fall back to torch's data parallelism
@@ -212,23 +210,45 @@ class _MeshSearch:
         """The search under a time limit: data parallelism first, so that there is an answer."""
         plain, *others = strategies
         self.try_data_parallel(plain)
+        if self.computes_only() and (best := self.best) is not None:
+            self.refine_best(refine)
+            least_s = (1.0 - _saveable(best)) * step_s(best)
+            return self.finish(self.saveable_note(others), bound_s=least_s)
         others.sort(key=unusual_axes)
-        found = self.estimated([plain, *others], estimate, tried_first=False)
+        small = self.problem.world_size <= SMALL_WORLD
+        found = self.estimated([plain, *others], estimate, tried_first=small)
         self.try_all([each for each in found if mesh_name(each.strategy) not in self.tried])
         self.refine_best(refine)
         return self.finish(*self.skipped_note())
 
     def try_data_parallel(self, plain: Strategy) -> None:
-        """Plans data parallelism with few rows in a micro-batch, then more while that helps."""
-        strategies = [*with_micro_batches(plain, MOST_MICRO_BATCHES)]
-        for strategy in reversed(strategies):
+        """Plans data parallelism with few rows in a micro-batch, then more while that helps.
+
+        In small worlds whole batches come first, and parts of them if memory demands it.
+        """
+        whole, *parts = with_micro_batches(plain, MOST_MICRO_BATCHES)
+        small = self.problem.world_size <= SMALL_WORLD
+        parts.reverse()
+        for strategy in (whole, *parts) if small else (*parts, whole):
             before, looked = self.best, self.looked
             self.try_mesh(strategy, self.looked, DATA_PARALLEL_TRIES)
             impossible = self.refusals.pop(mesh_name(strategy), None) is not None
             self.looked -= impossible
             slower = before is not None and self.best is before and self.looked > looked
+            if small:
+                slower = not self.is_memory_bound()
             if self.over or slower or self.looked == DATA_PARALLEL_TRIES:
                 break
+
+    def computes_only(self) -> bool:
+        """Whether nearly all of the best step is compute, which every mesh only divides."""
+        best = self.best
+        return best is not None and not _recomputes(best) and _saveable(best) <= NEGLIGIBLE
+
+    def saveable_note(self, others: Sequence[Strategy]) -> str:
+        assert self.best is not None
+        savings = f"{_saveable(self.best):.0%} of the step is all that they could save"
+        return f"not looked at: {abbreviated(map(mesh_name, others))}; {savings}"
 
     def try_all(self, ordered: Sequence[MeshEstimate]) -> None:
         """Plans estimated meshes in order, as far as they may improve on the best."""
@@ -275,13 +295,13 @@ class _MeshSearch:
                 continue
             in_time = self.context.deadline() and self.context.estimating()
             if (self.best is not None or found) and not in_time:
-                self.unknown.append(strategy)
+                self.leave_out(strategy)
                 continue
             try:
                 found.append(estimate(replace(self.problem, strategy=strategy)))
                 self.bounds_s.append(found[-1].least_s)
             except TimeIsOver:
-                self.unknown.append(strategy)
+                self.leave_out(strategy)
             except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
                 self.refusals.setdefault(mesh_name(strategy), refusal)
         found.sort(key=lambda each: (each.step_s, each.least_bytes))
@@ -294,6 +314,11 @@ class _MeshSearch:
             (rest if self.group(each.strategy) in seen else first).append(each)
             seen.add(self.group(each.strategy))
         return first + rest
+
+    def leave_out(self, strategy: Strategy) -> None:
+        """Records a mesh without an estimate, unless it was planned."""
+        if mesh_name(strategy) not in self.tried:
+            self.unknown.append(strategy)
 
     def is_memory_bound(self) -> bool:
         """Whether smaller micro-batches could help; they only save memory."""
