@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.formatting import human_bytes, printable
@@ -11,6 +12,7 @@ from autopar.formatting import milliseconds as _ms
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.precision import precision_line
+from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
@@ -70,8 +72,12 @@ def figures(plan: PlanSpec) -> dict[str, Any]:
         "cluster": plan.cluster,
         "notes": list(plan.notes),
         "runners_up": [_runner_up(other) for other in plan.runners_up],
+        "search": None,
     }
     p = plan.prediction
+    if plan.search is not None and p is not None:
+        more = {"gap": plan.search.gap(p.step_s), "gain": plan.search.gain(p.step_s)}
+        found["search"] = asdict(plan.search) | more
     return found | ({"prediction": None} if p is None else {"prediction": _figures(plan, p)})
 
 
@@ -90,6 +96,8 @@ def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
         other = min(faster, key=lambda other: other.step_s)
         slower = f", {other.step_s / p.step_s - 1:.0%} slower" if p.step_s else ""
         yield "next best", f"{other.name}: {_ms(other.step_s)}{slower}"
+    for line, name in zip(verdict_lines(plan), ("verdict", "searched"), strict=False):
+        yield name, line.removeprefix("verdict: ")
 
 
 def _step(plan: PlanSpec, p: Prediction) -> str:

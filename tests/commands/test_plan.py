@@ -103,7 +103,7 @@ def test_the_answer_is_short_and_complete(
     text = capsys.readouterr().out
     heads = [line.split()[0] for line in text.splitlines() if line[2:3].strip()]
     assert [head for head in heads if head != "note"] == [
-        "Stack", "trains", "step", "memory", "bound", "next",
+        "Stack", "trains", "step", "memory", "bound", "next", "verdict",
     ]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
     assert "global batch of 8 rows, params fp32" in text

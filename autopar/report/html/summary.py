@@ -10,6 +10,7 @@ from autopar.plan.spec import PlanSpec
 from autopar.report.error_bars import PredictionInterval, memory_interval, step_interval
 from autopar.report.html.figures import amount, count, seconds, seconds_text, share, size
 from autopar.report.html.markup import Markup, join, legend, tag
+from autopar.report.verdict import verdict_lines
 
 _LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
 
@@ -32,6 +33,7 @@ def summary(plan: PlanSpec) -> Markup:
         tag("p", "autopar plan", class_="brand"),
         tag("h1", f"{plan.model} on {ranks}"),
         tag("p", plan.name, class_="name"),
+        *(tag("p", line, class_="note") for line in verdict_lines(plan)),
         tag("dl", *tiles, class_="tiles"),
         _goes(p) if p is not None else tag("p", _NOTHING, class_="note"),
     )

@@ -1,0 +1,40 @@
+"""What the table, the short answer and the page say of a search."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.plan.prediction import Prediction
+from autopar.plan.search_outcome import SearchOutcome
+from autopar.plan.strategy import Strategy
+from autopar.report.brief import brief, figures
+from autopar.report.html.summary import summary
+from autopar.report.plan import Plan
+from autopar.report.verdict import verdict_lines
+from tests.harness.models import MODELS
+from tests.planner.problems import problem_of
+
+
+def searched(outcome: SearchOutcome) -> Plan:
+    base = problem_of(MODELS["gpt"].make(), Strategy()).base()
+    cost = Prediction(0.1, 0.0, 0.1, 0.0, 0.0, peak_bytes=1)
+    return replace(base, prediction=cost, search=outcome)
+
+
+def test_gain_bound_and_gap() -> None:
+    plan = searched(SearchOutcome(3, 2, 0.09, "zero3", 0.12, complete=False))
+    verdict, extent = verdict_lines(plan)
+    than = "20.0% faster than the best of DDP and fully_shard (zero3: 120.0 ms)"
+    assert verdict == f"verdict: {than}, by prediction"
+    assert extent.startswith("time was over: planned 3 mesh(es)")
+    assert extent.endswith("no plan takes less than 90.0 ms, so the gap is 10.0%")
+    assert "20.0% faster" in brief(plan)
+    assert "20.0% faster" in summary(plan)
+    assert figures(plan)["search"]["gap"] == pytest.approx(0.1)
+
+
+def test_no_baseline_and_no_bound() -> None:
+    verdict, extent = verdict_lines(searched(SearchOutcome(1)))
+    assert verdict == "verdict: neither DDP nor fully_shard was found to fit"
+    assert extent.endswith("; no bound is proven")
+    assert not list(verdict_lines(replace(searched(SearchOutcome()), search=None)))
