@@ -69,6 +69,7 @@ class OfflineDriver(Driver):
         self._models = ReducedModels(model, problem.blocks, self._capture_reduced)
         self._extended: dict[str, tuple[PlanningProblem, CandidateConfig]] = {}
         self._node_s = 0.0
+        self._estimator: MeshEstimator
 
     def capture(self, problem: PlanningProblem) -> Graphs:
         capture = functools.partial(self._capture, problem.dp_size)
@@ -80,14 +81,17 @@ class OfflineDriver(Driver):
         return measure_problem(problem, graphs, live=False)
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
-        return problem, MeshEstimator(
+        self._estimator = MeshEstimator(
             problem, self._capture_slice, self.model, captures=self._models.captures
         )
+        return problem, self._estimator
 
     def search_context(self, context: SearchContext) -> SearchContext:
         if self.deadline.limit_s is None:
             return context
-        return replace(context, estimating=self.deadline.part(ESTIMATES_SHARE), timed=True)
+        estimating = self.deadline.part(ESTIMATES_SHARE)
+        floor_s = self._estimator.floor_s
+        return replace(context, estimating=estimating, floor_s=floor_s, timed=True)
 
     def plan_mesh(
         self,

@@ -165,6 +165,7 @@ class SearchContext:
         on_candidate: called with every candidate plan; None if nobody observes the search.
         baseline: best data parallelism of torch among the candidates, as a record.
         estimating: returns whether time is left to estimate further meshes.
+        floor_s: returns a lower bound of the step of every mesh, in seconds.
         timed: whether a first answer is wanted soon, because time is limited.
     """
 
@@ -174,6 +175,7 @@ class SearchContext:
     baseline: Baseline | None = None
     estimating: Callable[[], bool] = lambda: True
     timed: bool = False
+    floor_s: Callable[[], float] = lambda: 0.0
 
     def note(self, plan: Plan) -> None:
         """Tells the observers of a candidate plan."""

@@ -78,6 +78,13 @@ class MeshEstimator:
         figures = {count: self._figures(axes, count) for count in sampled}
         return estimate_mesh(problem, interpolate_slices(figures, slices), self._machine)
 
+    def floor_s(self) -> float:
+        """Lower bound in seconds of a step on any mesh: an even share of the whole batch's compute.
+
+        An operator on a shard takes at least its share of the time of the whole operator.
+        """
+        return self._figures((), 1).compute_s / self._problem.world_size
+
     @cached_property
     def _machine(self) -> Machine:
         return known_machine(self._problem, self._sharing)

@@ -138,6 +138,7 @@ class _MeshSearch:
         refusals: errors of meshes that are not possible, by name.
         skipped: estimates of meshes that were not tried.
         bounds_s: lower bound of the step of each estimated mesh, in seconds.
+        floor_s: lower bound of the step of meshes without an estimate, in seconds.
         unknown: meshes that were not estimated, because time was over.
         over: whether time ended within a mesh.
         costly: meshes whose lowering would have taken longer than the time that was left.
@@ -155,6 +156,7 @@ class _MeshSearch:
     refusals: dict[str, AutoparError] = field(default_factory=dict)
     skipped: list[MeshEstimate] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
+    floor_s: float = 0.0
     unknown: list[Strategy] = field(default_factory=list)
     over: bool = False
     costly: list[Strategy] = field(default_factory=list)
@@ -215,11 +217,19 @@ class _MeshSearch:
             least_s = (1.0 - _saveable(best)) * step_s(best)
             return self.finish(self.saveable_note(others), bound_s=least_s)
         others.sort(key=unusual_axes)
+        self.floor_s = self.least_s()
         small = self.problem.world_size <= SMALL_WORLD
         found = self.estimated([plain, *others], estimate, tried_first=small)
         self.try_all([each for each in found if mesh_name(each.strategy) not in self.tried])
         self.refine_best(refine)
         return self.finish(*self.skipped_note())
+
+    def least_s(self) -> float:
+        """A lower bound of the step of every mesh in seconds; 0 if time is over."""
+        try:
+            return self.context.floor_s() if self.best is None or self.context.deadline() else 0.0
+        except (TimeIsOver, AutoparError):
+            return 0.0
 
     def try_data_parallel(self, plain: Strategy) -> None:
         """Plans data parallelism with few rows in a micro-batch, then more while that helps.
@@ -373,7 +383,8 @@ class _MeshSearch:
         left_out = len(self.skipped) + len(self.unknown) + len(self.costly)
         if bound_s is None:
             known = min([*self.bounds_s, step_s(self.best)])
-            bound_s = min(known, least_compute_s(self.best)) if self.unknown else known
+            floor_s = max(least_compute_s(self.best), self.floor_s)
+            bound_s = min(known, floor_s) if self.unknown else known
         return SearchOutcome(
             looked=self.looked,
             left_out=left_out,

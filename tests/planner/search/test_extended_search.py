@@ -17,6 +17,7 @@ from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.strategy import Strategy
 from autopar.planner.machine import known_machine
 from autopar.planner.problem import PlanningProblem, SearchContext
+from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.extended_search import plan_extended
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.reduced_models import ReducedModels
@@ -101,3 +102,13 @@ def test_ranks_fill_the_buckets_themselves() -> None:
     sent = [start for start in starts(merged) if start.target is start_all_gather]
     assert len(sent) == len(proposed.gather) + len(proposed.regather)
     assert len(proposed.gather) > 1
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"micro_batches": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_a_share_of_the_whole_batch_bounds_every_mesh(mesh: dict[str, Any]) -> None:
+    def capture(slices: int, cache: CaptureCache) -> TrainingGraph:
+        return capture_of_rank(gpt()[0], (gpt()[1],), 0, slices, cache=cache, in_time=slices > 1)
+
+    estimator = MeshEstimator(problem(), capture, gpt()[0], captures=REDUCED)
+    fixed = problem(**({"micro_batches": 1} | mesh))
+    assert 0.0 < estimator.floor_s() <= estimator(fixed).least_s * 1.001
