@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, StrategyError
 from autopar.runtime.accelerate_loops import check_loop
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.protocol import call_entries
@@ -176,6 +176,7 @@ class DistributedModule(StatefulModule):
             return 0
         with self._protocol.reporting_errors():
             shard = self._batch_shard(leaves, structure)
+            self._check_steps_apart(self._protocol.optimizer_steps.coupling)
         entries = call_entries(
             self._context,
             leaves,
@@ -187,6 +188,15 @@ class DistributedModule(StatefulModule):
         )
         trained = self._context.trained_here if self._options.pp_size > 1 else {}
         return self._protocol.agree_on_call(entries, self._replicas, trained)
+
+    def _check_steps_apart(self, coupling: str) -> None:
+        """Raises StrategyError if an optimizer steps parameters together that stages divide."""
+        if coupling and self._options.pp_size > 1:
+            raise StrategyError(
+                f"{coupling} steps all its parameters together, but under pipeline stages each "
+                "rank has those of its stage alone: the last step was not that of one device. "
+                "Make it by model.whole_optimizer(), or leave pipelines out."
+            )
 
     @property
     def _replicas(self) -> Replicas:

@@ -24,10 +24,13 @@ class OptimizerSteps:
     Attributes:
         parameter_ids: `id` of each parameter; the module keeps them alive.
         steps: text and number of parameter groups of each step, the oldest first.
+        coupling: name of an optimizer that keeps its state in one of its parameters, if any, and
+            so steps all of them together.
     """
 
     parameter_ids: frozenset[int] = frozenset()
     steps: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    coupling: str = ""
 
     def __post_init__(self) -> None:
         _register()
@@ -62,6 +65,14 @@ def _record_step(optimizer: Optimizer, *_: Any) -> None:
     for observer in _OBSERVERS:
         if any(id(p) in observer.parameter_ids for p in parameters):
             observer.steps.append((text, len(optimizer.param_groups)))
+            if _is_coupled(optimizer, parameters):
+                observer.coupling = type(optimizer).__name__
+
+
+def _is_coupled(optimizer: Optimizer, parameters: list[Tensor]) -> bool:
+    """Whether an optimizer has a state for some of the parameters that it has just stepped only."""
+    stepped = [p for p in parameters if p.grad is not None]
+    return len({bool(optimizer.state.get(p)) for p in stepped}) > 1
 
 
 def trains_a_module(optimizer: Optimizer) -> bool:

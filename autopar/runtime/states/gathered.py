@@ -48,15 +48,14 @@ class Gathered:
     @staticmethod
     def of(model: nn.Module, remote: Mapping[nn.Parameter, torch.Tensor]) -> Gathered:
         """Gathers the parameters of a model; `remote` has those of other stages."""
-        slots, whole = {}, dict[nn.Parameter, nn.Parameter]()
+        whole = {
+            parameter: parameter_like(parameter, value)
+            for parameter, value in whole_values(model, remote).items()
+        }
+        slots = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module, _, key = name.rpartition(".")
             slots[name] = Slot(model.get_submodule(module), key, parameter)
-            if parameter not in whole:
-                value = whole_tensor(remote.get(parameter, parameter).detach())
-                is_shared = storage_key(value) == storage_key(local_tensor(parameter))
-                value = value.clone() if is_shared else value
-                whole[parameter] = parameter_like(parameter, value)
         by_name = {name: whole[slot.original] for name, slot in slots.items()}
         return Gathered(model, slots, by_name, {n: checksum(x) for n, x in by_name.items()})
 
@@ -143,3 +142,15 @@ def _version(parameter: nn.Parameter) -> int:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def whole_values(
+    model: nn.Module, remote: Mapping[nn.Parameter, torch.Tensor]
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Copies of the whole values of all parameters; `remote` has those of other stages."""
+    found = {}
+    for parameter in model.parameters():
+        value = whole_tensor(remote.get(parameter, parameter).detach())
+        is_shared = storage_key(value) == storage_key(local_tensor(parameter))
+        found[parameter] = value.clone() if is_shared else value
+    return found

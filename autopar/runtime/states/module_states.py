@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,14 +18,15 @@ from autopar._torch import local_tensor, storage_key
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
-from autopar.runtime.parameters.distribute import distribute_like, is_remote
+from autopar.runtime.parameters.distribute import distribute_like, is_remote, parameter_like
 from autopar.runtime.parameters.strided_shard import whole_tensor
 from autopar.runtime.pipeline.stage_parameters import fetch_remote_parameters
 from autopar.runtime.planned_module import PlannedModule
 from autopar.runtime.process_groups import explaining_comm_errors
-from autopar.runtime.states.gathered import Gathered
+from autopar.runtime.states.gathered import Gathered, whole_values
 from autopar.runtime.states.methods import explaining_shards, save_pretrained
 from autopar.runtime.states.optimizer_states import full_optimizer_state, load_optimizer_state
+from autopar.runtime.states.whole_optimizer import WholeParameters
 
 OptimizerState = dict[str, Any]
 """`state` by name of parameter, and `param_groups` with names."""
@@ -94,12 +95,7 @@ class StatefulModule(PlannedModule):
             return
         self._agree("gathers the parameters of")
         self.materialize_parameters()
-        if any(isinstance(module, FSDPModule) for module in self._fallback):
-            raise StrategyError(
-                "the model runs under torch's fully_shard, since it could not be captured, and its "
-                "parameters cannot be gathered. Its own methods gather them as they run; read "
-                "values by full_state_dict() and write them by load_full_state_dict()."
-            )
+        self._check_can_gather()
         with self._gather().in_module(self._protocol):
             self._num_gathered = 1
             try:
@@ -115,15 +111,54 @@ class StatefulModule(PlannedModule):
             return partial(save_pretrained, self, method)
         return method if self._fallback else explaining_shards(method)
 
+    def whole_optimizer(
+        self, make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """An optimizer that sees whole parameters and gradients, under any plan.
+
+        For optimizers that read whole matrices, such as Shampoo, LAMB and Adafactor, or flatten all
+        parameters, such as LBFGS. Each step gathers all gradients, all ranks step alike, and each
+        keeps its part. Each rank needs the memory of one device for it.
+
+        Args:
+            make: makes the optimizer, given names and whole parameters; on all ranks alike.
+        """
+        self._agree("makes an optimizer of whole parameters of")
+        self.materialize_parameters()
+        self._check_can_gather()
+        values, names = self._whole_values(), self._wrapped[0].named_parameters()
+        copies = {p: parameter_like(p, values[p]) for _, p in names}
+        named = [(name, copies[p]) for name, p in self._wrapped[0].named_parameters()]
+        for name, copy in named:
+            copy.name_in_model = name  # type: ignore[attr-defined]
+        optimizer = make(named)
+        WholeParameters(copies, self._whole_values, lambda: self._pipeline_group).attach(optimizer)
+        return optimizer
+
     def _gather(self) -> Gathered:
-        remote: dict[nn.Parameter, torch.Tensor] = {}
-        if (group := self._pipeline_group) is not None:
-            assert self.plan is not None
-            assert self.plan.pipeline is not None
-            pipeline = self.plan.pipeline
-            remote = fetch_remote_parameters(self._wrapped[0], pipeline, group, self._device)
         with explaining_comm_errors("gathered"):
-            return Gathered.of(self._wrapped[0], remote)
+            return Gathered.of(self._wrapped[0], self._remote_values())
+
+    def _whole_values(self) -> dict[nn.Parameter, torch.Tensor]:
+        with torch.no_grad():
+            return whole_values(self._wrapped[0], self._remote_values())
+
+    def _remote_values(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Values of the parameters on other stages, sharded as this rank's."""
+        if (group := self._pipeline_group) is None:
+            return {}
+        assert self.plan is not None
+        assert self.plan.pipeline is not None
+        pipeline = self.plan.pipeline
+        return fetch_remote_parameters(self._wrapped[0], pipeline, group, self._device)
+
+    def _check_can_gather(self) -> None:
+        if any(isinstance(module, FSDPModule) for module in self._fallback):
+            raise StrategyError(
+                "the model runs under torch's fully_shard, since it could not be captured, and its "
+                "parameters cannot be gathered. Its own methods gather them as they run; read "
+                "values by full_state_dict() and write them by load_full_state_dict()."
+            )
 
     def check_not_gathered(self) -> None:
         """Raises StrategyError inside of `gathered`, where the plan's program cannot run."""

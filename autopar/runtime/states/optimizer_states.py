@@ -88,13 +88,14 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Par
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        if parameter not in names:
+        name = names.get(parameter, getattr(parameter, "name_in_model", None))
+        if name is None:
             raise StrategyError(
                 f"the optimizer has a parameter of shape {list(parameter.shape)} that is not one "
                 "of this model. Make it from model.parameters() of what autopar.compile returns."
             )
         if not is_remote(parameter):
-            found[parameter] = names[parameter]
+            found[parameter] = name
     return found
 
 
