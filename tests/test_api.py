@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.plan.buckets import Buckets
+from autopar.plan.compression import Compressions
 from tests.harness.models import MODELS
 from tests.harness.training import Setup, assert_same_training, close, fixed, plain, train
 from tests.harness.worlds import run
@@ -84,6 +86,17 @@ def follow(rank: int, world_size: int, path: str) -> None:
 def test_a_plan_from_a_file_is_followed(tmp_path: Path) -> None:
     strategy = fixed({"": 3, "blocks.1": 2}, "selective")
     planned(strategy=strategy, dtype=torch.float64).save(tmp_path / "plan.json")
+    run(follow, 2, path=str(tmp_path / "plan.json"))
+
+
+@pytest.mark.parametrize("more", [{"zero": 3}, {"tp": 2}], ids=str)
+def test_a_plan_by_arithmetic_is_followed(tmp_path: Path, more: dict[str, Any]) -> None:
+    """It has sizes of buckets, and placements of parameters, and leaves the rest to the ranks."""
+    plan = planned(strategy=fixed(**more), dtype=torch.float64)
+    bare = [dataclasses.replace(p, graph="", rows=0, strategies=()) for p in plan.partitions]
+    changes = {"buckets": Buckets(), "bucket_bytes": (4096, 8192), "partitions": tuple(bare)}
+    plan = dataclasses.replace(plan, compressions=Compressions(), **changes)
+    plan.save(tmp_path / "plan.json")
     run(follow, 2, path=str(tmp_path / "plan.json"))
 
 

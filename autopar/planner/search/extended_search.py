@@ -23,8 +23,12 @@ from autopar.report.plan import Plan
 
 
 def can_extend(strategy: Strategy) -> bool:
-    """Whether the plan of a strategy follows from few blocks: one stage, and ZeRO by kind."""
-    return strategy.stages == 1 and not isinstance(strategy.zero, Mapping)
+    """Whether the plan of a strategy follows from few blocks.
+
+    It has one stage, the same ZeRO stages for blocks of a kind, and compresses no bucket.
+    """
+    lossy = any(way not in (None, "none") for way in (strategy.compress, strategy.compress_gathers))
+    return strategy.stages == 1 and not isinstance(strategy.zero, Mapping) and not lossy
 
 
 def plan_extended(
