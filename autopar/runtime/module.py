@@ -19,6 +19,7 @@ from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError, StrategyError
 from autopar.runtime.accelerate_loops import check_loop
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
@@ -176,7 +177,7 @@ class DistributedModule(StatefulModule):
             return 0
         with self._protocol.reporting_errors():
             shard = self._batch_shard(leaves, structure)
-            self._check_steps_apart(self._protocol.optimizer_steps.coupling)
+            self._check_steps_apart(self._protocol.optimizer_steps)
         entries = call_entries(
             self._context,
             leaves,
@@ -189,8 +190,9 @@ class DistributedModule(StatefulModule):
         trained = self._context.trained_here if self._options.pp_size > 1 else {}
         return self._protocol.agree_on_call(entries, self._replicas, trained)
 
-    def _check_steps_apart(self, coupling: str) -> None:
+    def _check_steps_apart(self, steps: OptimizerSteps) -> None:
         """Raises StrategyError if an optimizer steps parameters together that stages divide."""
+        coupling, steps.coupling = steps.coupling, ""
         if coupling and self._options.pp_size > 1:
             raise StrategyError(
                 f"{coupling} steps all its parameters together, but under pipeline stages each "

@@ -52,6 +52,15 @@ APART: dict[str, Make] = {
 }
 """Exact on shards."""
 
+
+def make_mixed(named: Named) -> Any:
+    """Two groups, of which one has no state."""
+    split = {dim: [p for _, p in named if p.dim() == dim] for dim in (1, 2)}
+    return optim.SGD([{"params": split[1]}, {"params": split[2], "momentum": 0.9}], lr=0.05)
+
+
+APART["SGD, momentum for matrices"] = make_mixed
+
 WHOLE: dict[str, Make] = {
     "Adafactor": of(optim.Adafactor, lr=1e-2),
     "Rprop": of(optim.Rprop, lr=1e-3),
@@ -130,19 +139,26 @@ def newton_schulz(gradient: Tensor, *rest: Any) -> Tensor:
 def compare(rank: int, world_size: int, name: str, strategy: Any) -> None:
     """Every optimizer under one strategy, beside the plain model's."""
     optim._muon._zeropower_via_newtonschulz = newton_schulz  # type: ignore[attr-defined]
+    model = compiled(strategy)
     for kind, make in {**APART, **WHOLE, **COUPLED}.items():
         plain = make_regressor()
         want = train(plain, make([*plain.named_parameters()])), plain.state_dict()
         fails = kind not in APART if name in ("zero3", "tp") else name == "pp" and kind in COUPLED
-        model = compiled(strategy)
         if fails:
+            failing = compiled(strategy)
             with pytest.raises((RuntimeError, LookupError, autopar.AutoparError)):
-                train(model, make([*model.named_parameters()]))
+                train(failing, make([*failing.named_parameters()]))
         else:
+            restore(model)
             check(train(model, make([*model.named_parameters()])), model, want, kind)
         if name != "ddp" and kind not in APART:
-            model = compiled(strategy)
+            restore(model)
             check(train(model, model.whole_optimizer(make)), model, want, f"whole {kind}")
+
+
+def restore(model: Any) -> None:
+    model.load_full_state_dict(make_regressor().state_dict())
+    model.zero_grad()
 
 
 def check(losses: list[Tensor], model: Any, want: Any, kind: str) -> None:

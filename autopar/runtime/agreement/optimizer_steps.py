@@ -65,14 +65,17 @@ def _record_step(optimizer: Optimizer, *_: Any) -> None:
     for observer in _OBSERVERS:
         if any(id(p) in observer.parameter_ids for p in parameters):
             observer.steps.append((text, len(optimizer.param_groups)))
-            if _is_coupled(optimizer, parameters):
+            if _is_coupled(optimizer):
                 observer.coupling = type(optimizer).__name__
 
 
-def _is_coupled(optimizer: Optimizer, parameters: list[Tensor]) -> bool:
-    """Whether an optimizer has a state for some of the parameters that it has just stepped only."""
-    stepped = [p for p in parameters if p.grad is not None]
-    return len({bool(optimizer.state.get(p)) for p in stepped}) > 1
+def _is_coupled(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has a state for a part only of a group that it has just stepped."""
+    for group in optimizer.param_groups:
+        stepped = [p for p in group["params"] if p.grad is not None]
+        if len({bool(optimizer.state.get(p)) for p in stepped}) > 1:
+            return True
+    return False
 
 
 def trains_a_module(optimizer: Optimizer) -> bool:
