@@ -29,7 +29,7 @@ from autopar.planner.search.pipeline_search import capture_micro_batches
 from autopar.planner.search.reduced_models import ReducedModels
 from autopar.report.plan import Plan
 
-ESTIMATES_SHARE = 0.75
+ESTIMATES_SHARE = 0.5
 """Fraction of the time limit for estimates of meshes."""
 
 LOWERING_RATIO = 1.6

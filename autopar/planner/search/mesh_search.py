@@ -25,6 +25,7 @@ from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import (
     SMALL_WORLD,
     abbreviated,
+    least_compute_s,
     mesh_name,
     meshes,
     model_ranks,
@@ -221,6 +222,7 @@ class _MeshSearch:
         small = self.problem.world_size <= SMALL_WORLD
         found = self.estimated([plain, *others], estimate, tried_first=small)
         self.try_all([each for each in found if mesh_name(each.strategy) not in self.tried])
+        self.try_unknown()
         self.refine_best(refine)
         return self.finish(*self.skipped_note())
 
@@ -249,6 +251,14 @@ class _MeshSearch:
                 slower = not self.is_memory_bound()
             if self.over or slower or self.looked == DATA_PARALLEL_TRIES:
                 break
+
+    def try_unknown(self) -> None:
+        """Plans meshes without pipeline stages that have no estimate, while time is left."""
+        for strategy in [each for each in self.unknown if each.pp_size == 1]:
+            if self.over or not self.context.deadline():
+                return
+            self.unknown.remove(strategy)
+            self.try_mesh(strategy, self.looked, self.looked + len(self.unknown) + 1)
 
     def computes_only(self) -> bool:
         """Whether nearly all of the best step is compute, which every mesh only divides."""
@@ -425,14 +435,6 @@ class _MeshSearch:
         for other in best.runners_up:
             found.setdefault(other.name, other)
         return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
-
-
-def least_compute_s(plan: Plan) -> float:
-    """Seconds of a plan's FLOPs at the peak rate of all ranks; 0 if unknown."""
-    work = plan.prediction.work if plan.prediction is not None else None
-    if work is None or not work.peak:
-        return 0.0
-    return work.flops / (work.peak * plan.world_size)
 
 
 def _recomputes(plan: Plan) -> bool:

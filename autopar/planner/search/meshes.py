@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from autopar.plan.strategy import Strategy
+from autopar.report.plan import Plan
 
 SMALL_WORLD = 8
 """Largest world in which model-parallel axes may cross nodes, where links are slow."""
@@ -72,3 +73,11 @@ def abbreviated(names: Iterable[str]) -> str:
 def unusual_axes(strategy: Strategy) -> int:
     """Number of axes of a mesh other than data, tp and pp."""
     return sum((size or 1) > 1 for size in (strategy.cp, strategy.ep, strategy.dp_shard))
+
+
+def least_compute_s(plan: Plan) -> float:
+    """Seconds of a plan's FLOPs at the peak rate of all ranks; 0 if unknown."""
+    work = plan.prediction.work if plan.prediction is not None else None
+    if work is None or not work.peak:
+        return 0.0
+    return work.flops / (work.peak * plan.world_size)
