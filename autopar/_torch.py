@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _AutoDispatchBelowAutograd as skip_autograd
@@ -25,6 +26,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd as aot_backend
+from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -52,6 +54,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineSta
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.graph_module import _loader as fx_code_loader
 from torch.fx.node import _format_arg as format_argument
@@ -329,6 +332,24 @@ def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
     """Cached fake results of operators, for the lifetime of a fake mode."""
     known: dict[Any, Any] = vars(mode).setdefault("autopar_results", {})
     return known
+
+
+def new_size_symbol(env: ShapeEnv, size: int, name: str) -> torch.SymInt:
+    """A size as a symbol of its own, at least 2."""
+    source = ConstantSource(name)
+    symbol = env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
+    made: Any = env.create_symintnode(symbol, hint=size, source=source)
+    return made
+
+
+def substituted(expression: Any, sizes: Mapping[Any, int]) -> Any:
+    """A symbolic expression with numbers for its symbols."""
+    return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+
+
+def is_true(condition: Any) -> bool:
+    """Whether a condition without symbols holds."""
+    return condition in (sympy.true, True)
 
 
 def forget_code_with(module: fx.GraphModule) -> None:

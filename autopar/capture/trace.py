@@ -30,6 +30,7 @@ from autopar.capture.state.contents import Attribute, Snapshot
 from autopar.capture.state.effects import Effects
 from autopar.capture.state.side_effects import StatePolicy, Write, check_changes, writes_of
 from autopar.capture.state.variables import Variable
+from autopar.capture.symbolic_sizes import SymbolicSizes, inline_sizes
 from autopar.capture.traced_call import TracedCall
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
@@ -115,7 +116,39 @@ def capture(
     effects = traced.effects
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
-    graph = to_training_graph(module, traced)
+    return _capture_of(traced, module)
+
+
+def capture_symbolically(
+    model: nn.Module,
+    call: Call,
+    parameters: Mapping[str, ParameterInfo],
+    sizes: SymbolicSizes,
+    *,
+    device: torch.device,
+    differentiate: bool = True,
+    all_tangents: bool = False,
+    loss_fn: Callable[..., Any] | None = None,
+    lifted: frozenset[Attribute] = frozenset(),
+) -> Capture:
+    """`capture` of a call that was captured before, with symbols for some sizes.
+
+    Raises:
+        CaptureError: the model changes Python values, or cannot be traced.
+    """
+    policy = StatePolicy(lifted)
+    traced = TracedCall(
+        model, call, parameters, device, all_tangents, loss_fn, differentiate, policy, sizes
+    )
+    with _explained(model):
+        module = _trace_joint(traced)
+    if policy.after_run(traced.effects, changed_parameters(module, traced.infos)) != policy:
+        raise CaptureError(f"{type(model).__name__} changes Python values")
+    return _capture_of(traced, module)
+
+
+def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
+    graph, effects = to_training_graph(module, traced), traced.effects
     undo_sorts(graph)
     return Capture(
         graph,
@@ -195,7 +228,11 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(_torch.without_effect_tokens())
             stack.enter_context(_torch.backward_without_autocast())
             inputs = tuple(traced.inputs)
-            return _torch.aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
+            made = _torch.aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
+            _torch.forget_code_with(made)
+            if traced.sizes is not None:
+                inline_sizes(made.graph)
+            return made
 
     if traced.repeats.kinds:
         try:
@@ -203,6 +240,8 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             expand(module.graph)
             return module
         except Exception:  # an error of the model recurs without shared blocks
+            if traced.sizes is not None:
+                raise
             traced.trace_all_blocks()
     return attempt()
 

@@ -19,6 +19,7 @@ from autopar.capture.state.contents import Attribute
 from autopar.capture.state.effects import Effects
 from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, writes_of
 from autopar.capture.state.variables import find_variables
+from autopar.capture.symbolic_sizes import SymbolicSizes
 from autopar.capture.traceable import traceable_modules
 from autopar.common.containers import flatten, hidden_tensors
 from autopar.errors import ModelError
@@ -32,6 +33,7 @@ class TracedCall(nn.Module):
         infos: parameters by name, without lifted ones.
         buffer_names: names of buffers and lifted tensors.
         positions: indices of the tensors among the flattened arguments.
+        sizes: symbols for sizes of the arguments, None for plain numbers.
         keep: whether runs leave their Python changes in the model.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
@@ -47,6 +49,7 @@ class TracedCall(nn.Module):
         loss_fn: Callable[..., Any] | None,
         differentiate: bool,
         policy: StatePolicy,
+        sizes: SymbolicSizes | None = None,
     ) -> None:
         super().__init__()
         self.model = (model,)  # a tuple hides its parameters from this module
@@ -59,7 +62,8 @@ class TracedCall(nn.Module):
         self.infos = {n: info for n, info in parameters.items() if n not in self.lifted}
         self.names = tuple(self.infos)
         self.differentiate, self.policy, self.keep = differentiate, policy, False
-        self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.sizes, env = sizes, None if sizes is None else sizes.env
+        self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         state = dict(model.named_buffers())
         state |= {name: getattr(model.get_submodule(m), k) for (m, k), name in lifted.items()}
         self.buffer_names = tuple(state)
@@ -75,7 +79,7 @@ class TracedCall(nn.Module):
             for index, buffer in enumerate(state.values()):
                 spec = TensorSpec(tuple(buffer.shape), buffer.dtype, device)
                 self.register_buffer(f"b{index}", spec.fake())
-            self.inputs = [self._fake_input(call.leaves[i], device) for i in self.positions]
+            self.inputs = [self._fake_input(i, device) for i in self.positions]
         self.variables = find_variables(model, loss_fn)
         self.effects = Effects(model)
         self.rebound: tuple[str, ...] = ()
@@ -84,8 +88,10 @@ class TracedCall(nn.Module):
         self.differentiable: tuple[bool, ...] = ()
         self.structure: Any = None
 
-    def _fake_input(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-        fake = (replace(spec, device=device) if spec.device.type == "meta" else spec).fake()
+    def _fake_input(self, index: int, device: torch.device) -> torch.Tensor:
+        spec = self.call.leaves[index]
+        spec = replace(spec, device=device) if spec.device.type == "meta" else spec
+        fake = spec.fake() if self.sizes is None else self.sizes.fake(index, spec)
         return fake if self.differentiate else fake.detach()
 
     def trace_all_blocks(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -42,3 +44,15 @@ class BoundedCache(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pauses Python's garbage collector, which would walk all graphs while new ones are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

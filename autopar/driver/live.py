@@ -14,11 +14,13 @@ from autopar.common.notices import warn_once
 from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.driver import Driver
-from autopar.errors import CaptureError, FallbackWarning, LossyWarning
+from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.ir.roles import Gradient
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.planner.machine import Machine, ranks_of
+from autopar.planner.placement.follow import follow
 from autopar.planner.placement.unmeasured import repartition
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
@@ -170,5 +172,19 @@ class LivePlanner:
 
     @staticmethod
     def make_strategies(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
-        """Strategies for a call that the plan was not made for."""
+        """Strategies for a call that the plan was not made for: the planned ones if they fit."""
+        followed = broadcast_from_rank0(lambda: follow(graph, partition))
+        if followed is not None:
+            return followed
+        if any(isinstance(role, Gradient) for role in graph.outputs):
+            warn_once(AutoparWarning, _another_call(partition.axis))
         return broadcast_from_rank0(lambda: repartition(graph, partition))
+
+
+def _another_call(axis: str) -> str:
+    return (
+        f"the plan has no strategies along {axis} for this call: its operators are not those of "
+        "the call that was planned. It is partitioned again by the bytes that move, around the "
+        "parameters as placed, and its prediction does not hold. Plan with example_inputs like "
+        "this call, under the same versions of torch and autopar."
+    )

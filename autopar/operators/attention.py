@@ -115,7 +115,8 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -
         return False
     shapes = q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     heads = q.shape[1] == k.shape[1] or (grouped and k.shape[1] and q.shape[1] % k.shape[1] == 0)
-    if not (shapes and heads and q.dtype == k.dtype == v.dtype and min(q.shape) > 0):
+    has_elements = all(size > 0 for size in q.shape)
+    if not (shapes and heads and q.dtype == k.dtype == v.dtype and has_elements):
         return False
     if mask is None:
         return True

@@ -18,16 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar._torch import pytree
 from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import BatchShard, Call
+from autopar.capture.shape_family import ShapeFamily
 from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.guards import Guards
-from autopar.capture.trace import Capture, capture
+from autopar.capture.symbolic_sizes import kind_of
+from autopar.capture.trace import Capture, capture, capture_symbolically
 from autopar.common.bounded_cache import BoundedCache
 from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import even_rows
-from autopar.ir.roles import Gradient, Output
+from autopar.ir.roles import Output
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import (
     NodeStrategies,
@@ -105,6 +107,7 @@ class ExecutionContext:
         planning_captures: captures made while planning, reused for all numbers of slices.
         all_tangents: whether every output may receive a gradient.
         shapes: shapes of the calls that have had a program.
+        families: captures of calls that differ in sizes alone, by kind of call.
     """
 
     model: nn.Module
@@ -123,6 +126,7 @@ class ExecutionContext:
     planning_captures: dict[Any, Capture] = field(default_factory=dict)
     all_tangents: bool = False
     shapes: set[Any] = field(default_factory=set)
+    families: BoundedCache[ShapeFamily] = field(default_factory=BoundedCache)
 
     @cached_property
     def index(self) -> ModuleIndex:
@@ -181,7 +185,7 @@ class ExecutionContext:
         known = self.planning_captures if for_planning else {}
         made = self._capture(shard, differentiate, known)
         key = (*self.call_key(shard), differentiate)  # capturing may extend the guarded state
-        return self.captures.add(key, made, self.options.max_programs)
+        return self.captures.add(key, made, MANY_SHAPES)
 
     def capture_on_all_ranks(self, shard: BatchShard) -> Capture:
         """Captures a call on every rank at once; raises DisagreementError if the graphs differ."""
@@ -198,16 +202,22 @@ class ExecutionContext:
         def capture_call(call: Call) -> Capture:
             if (key := call.key) in known:
                 return known[key]
+            given: dict[str, Any] = {
+                "device": self.device,
+                "differentiate": differentiate,
+                "all_tangents": self.all_tangents,
+                "loss_fn": self.options.loss_fn,
+                "lifted": self.guards.lifted,
+            }
+            key = kind_of(call), differentiate, *self._mode_key
+            family = self.families.get(key) or self.families.add(key, ShapeFamily(), MANY_SHAPES)
             with self.autocast():
-                made = capture(
-                    self.model,
+                made = family.capture(
                     call,
-                    parameters,
-                    device=self.device,
-                    differentiate=differentiate,
-                    all_tangents=self.all_tangents,
-                    loss_fn=self.options.loss_fn,
-                    lifted=self.guards.lifted,
+                    lambda call: capture(self.model, call, parameters, **given),
+                    lambda call, sizes: capture_symbolically(
+                        self.model, call, parameters, sizes, **given
+                    ),
                 )
             self.guards.add(made.reads, made.classes, made.variables, made.lifted)
             self.__dict__.pop("index", None)
@@ -266,7 +276,6 @@ class ExecutionContext:
             partition = partitions[axis]
             op_strategies = partition.strategies_for(graph, rows)
             if op_strategies is None:
-                _tell_of_another_call(plan, axis, graph)
                 op_strategies = self.make_strategies(graph, partition)
             if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
                 raise BatchError(
@@ -305,12 +314,17 @@ class ExecutionContext:
 
     def call_key(self, shard: BatchShard) -> tuple[Any, ...]:
         """Everything that distinguishes a kind of call."""
+        called = (*shard.call.key, shard.slices.rows, shard.slices.count, shard.slices.over_time)
+        return (*called, *self._mode_key)
+
+    @property
+    def _mode_key(self) -> tuple[Any, ...]:
+        """Everything that distinguishes kinds of call but the arguments."""
         device = self.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = tuple(map(_training, self.index.modules))
-        called = (*shard.call.key, shard.slices.rows, shard.slices.count, shard.slices.over_time)
         trained = tuple(map(_requires_grad, self.index.parameters.values()))
-        return (*called, autocast, modes, trained, self.all_tangents, self.guards.state)
+        return autocast, modes, trained, self.all_tangents, self.guards.state
 
     def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
         """Local parameters by name and inputs by index that autograd differentiates a call by."""
@@ -366,19 +380,6 @@ def cached_scalar(value: float, device: torch.device) -> torch.Tensor:
 def batch_fraction(shard: BatchShard, device: torch.device) -> torch.Tensor:
     """The fraction of the global batch in a shard, as float64."""
     return cached_scalar(shard.rows / shard.slices.rows, device)
-
-
-def _tell_of_another_call(plan: Plan, axis: str, graph: TrainingGraph) -> None:
-    """Warns that the strategies of a plan along an axis do not fit a training call."""
-    if any(isinstance(role, Gradient) for role in graph.outputs):
-        warn_once(
-            AutoparWarning,
-            f"plan {plan.name!r} has no strategies along {axis} for this call: its operators, "
-            "shapes or number of rows are not those of the call that was planned. It is "
-            "partitioned again by the bytes that move, around the parameters as placed, and its "
-            "prediction does not hold. Plan with example_inputs like this call, under the same "
-            "versions of torch and autopar.",
-        )
 
 
 def _warn_of_local_writes(capture: Capture, model: nn.Module) -> None:

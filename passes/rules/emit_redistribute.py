@@ -178,6 +178,8 @@ class RedistributeEmitter:
 
 def can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether the strides of a tensor allow a view of another shape."""
+    if tensor.is_contiguous() and math.prod(shape) == tensor.numel() and tensor.numel():
+        return min(shape, default=0) >= 0
     try:
         tensor.view(list(shape))
     except (RuntimeError, ValueError):

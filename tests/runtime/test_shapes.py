@@ -5,6 +5,7 @@ import linecache
 import warnings
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ import autopar
 from autopar._torch import forget_code_with
 from autopar.common import notices
 from autopar.errors import DisagreementError, StrategyError
+from autopar.planner.placement import unmeasured
 from autopar.runtime.context import MANY_SHAPES
-from tests.harness.training import fixed
+from tests.harness.models import GPT, MODELS
+from tests.harness.training import Pair, close, fixed
 from tests.harness.worlds import Raised, run
 
 
@@ -42,7 +45,7 @@ def test_the_least_recently_used_program_goes_and_its_memory_too() -> None:
     del first
     for length in (4, 3, 5, 3, 4):
         model(x_of(2, length)).backward()
-    assert len(programs) == len(model._context.captures) == 2
+    assert len(programs) == 2
     assert programs.added == 4, "3 stays, 4 is compiled again after 5"
     assert gone[0]() is not None, "3 was used in between"
     model(x_of(2, 6))
@@ -126,6 +129,47 @@ def test_one_program_suffices(strategy: Any) -> None:
         wanted.append(loss.item())
     for losses in run(train_with_few, 2, strategy=strategy):
         assert losses == pytest.approx(wanted, rel=1e-9)
+
+
+LENGTHS = [(4, 9), (6, 12), (4, 12), (8, 5), (4, 7), (6, 10)]
+
+
+def four_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=4)
+
+
+def train_in_many(rank: int, world_size: int, strategy: Any) -> bool:
+    """Trains and evaluates in many shapes; returns whether some captures were derived."""
+    pair = Pair(four_blocks, strategy=strategy, example_inputs=tokens(*LENGTHS[0]))
+    with patch.object(unmeasured, "solve", side_effect=AssertionError("solved again")):
+        for shape in LENGTHS:
+            for training in (True, False):
+                for model in pair.models:
+                    model.train(training)
+                with torch.set_grad_enabled(training):
+                    losses = [model(*tokens(*shape)) for model in pair.models]
+                close(losses[1], losses[0])
+                for loss in losses if training else ():
+                    loss.backward()
+            pair.step()
+    pair.check_state()
+    return any(family.template for family in pair.parallel._context.families.values())
+
+
+def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    ids, targets = MODELS["gpt"].batch(rows, length)[0]
+    return ids[:, :length], targets[:, :length]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [fixed(3), fixed(0, tp=2), fixed(0, pp=2, micro_batches=2)],
+    ids=["zero3", "tp", "pp"],
+)
+def test_new_shapes_follow_the_plan_exactly(strategy: Any) -> None:
+    """Nothing is solved again, and further shapes are not traced."""
+    assert run(train_in_many, 2, strategy=strategy) == [True, True]
 
 
 def disagree(rank: int, world_size: int) -> None:

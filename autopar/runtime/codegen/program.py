@@ -115,7 +115,7 @@ class CompiledGraph:
 class Program:
     """The generated code of one rank for a call."""
 
-    capture: Capture
+    capture: Capture  # with the graph after all passes
     graph: TrainingGraph  # after all passes
     forward: CompiledGraph
     backward: CompiledGraph | None
@@ -195,7 +195,8 @@ def build_program(
     if split.backward is not None:
         donated = _donated_args(split.forward, split.backward) if options.is_compiled else ()
         backward = generate(split.backward, options, donated, recorder)
-    return Program(capture, graph, forward, backward)
+    lean = replace(capture, graph=graph, captured_graph=graph)  # captured graphs are large
+    return Program(lean, graph, forward, backward)
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
-from autopar.common.bounded_cache import BoundedCache
+from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import NumericsNote, warn_of_numerics
 from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
@@ -29,11 +29,15 @@ LATE_SCALE = NumericsNote(
 
 @dataclass
 class PipelineExecutor:
-    """Runs calls of a module whose plan has pipeline stages."""
+    """Runs calls of a module whose plan has pipeline stages.
+
+    Attributes:
+        is_coupled: whether micro-batches need each other's rows, by kind of call.
+    """
 
     context: ExecutionContext
     compiled_calls: BoundedCache[CompiledPipelineCall] = field(default_factory=BoundedCache)
-    coupled_keys: set[Any] = field(default_factory=set)  # micro-batches need each other's rows
+    is_coupled: dict[Any, bool] = field(default_factory=dict)
     loss_tangent: Scalar = 1.0  # of the previous loss
 
     @property
@@ -69,12 +73,14 @@ class PipelineExecutor:
             count = gcd(count, rows)
         micro_batches = shard.split_micro_batches(count)
         key = (self.context.call_key(micro_batches[0]), torch.is_grad_enabled())
-        if len(micro_batches) > 1 and key not in self.coupled_keys:
+        if len(micro_batches) > 1 and key not in self.is_coupled:
             try:
                 self.context.capture(micro_batches[0])
             except CoupledRowsError:
-                self.coupled_keys.add(key)
-        return [shard] if key in self.coupled_keys else micro_batches
+                self.is_coupled[key] = True
+            else:
+                self.is_coupled[key] = False
+        return [shard] if self.is_coupled.get(key, False) else micro_batches
 
     def _call(self, micro_batches: list[BatchShard], no_sync: bool) -> PipelineCall:
         """A call; its stages and schedules are made once for each kind of call."""
@@ -84,15 +90,16 @@ class PipelineExecutor:
         key = (*key, torch.is_grad_enabled(), count, no_sync, unreduced)
         compiled = self.compiled_calls.get(key)
         if compiled is None:
-            captured = context.capture_on_all_ranks(micro_batch)
-            op_strategies = context.op_strategies(captured, micro_batch)
             options = context.lowering_options(no_sync, unreduced)
             mesh = context.mesh
             has_pp = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
             group = mesh.get_group("pp") if mesh is not None and has_pp else None
-            compiled = CompiledPipelineCall(
-                captured, op_strategies, options, count, context.device, group
-            )
+            with paused_collector():
+                captured = context.capture_on_all_ranks(micro_batch)
+                op_strategies = context.op_strategies(captured, micro_batch)
+                compiled = CompiledPipelineCall(
+                    captured, op_strategies, options, count, context.device, group
+                )
             if not context.options.on_trial:
                 for graph in compiled.graphs.stages:
                     warn_of_numerics(graph.notes)

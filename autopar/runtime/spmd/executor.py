@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
-from autopar.common.bounded_cache import BoundedCache
+from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_numerics
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
@@ -47,13 +47,14 @@ class SpmdExecutor:
         key = (*context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
         if (program := self.programs.get(key)) is not None:
             return program
-        captured = context.capture_on_all_ranks(shard)
-        program = build_program(
-            captured,
-            context.op_strategies(captured, shard),
-            context.lowering_options(no_sync, unreduced),
-            context.options.recorder,
-        )
+        with paused_collector():
+            captured = context.capture_on_all_ranks(shard)
+            program = build_program(
+                captured,
+                context.op_strategies(captured, shard),
+                context.lowering_options(no_sync, unreduced),
+                context.options.recorder,
+            )
         if not context.options.on_trial:
             warn_of_numerics(program.graph.notes)
             context.tell_of_shapes(shard)

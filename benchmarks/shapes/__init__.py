@@ -1,0 +1,1 @@
+"""Seconds and memory of calls in new shapes."""

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.shapes`."""
+
+from benchmarks.shapes.measure import main
+
+main()
