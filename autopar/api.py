@@ -43,6 +43,7 @@ from autopar.planner.search.mesh_search import ReportProgress
 from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.codegen.cuda_graphs import check_machine, check_strategy
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Options
 from autopar.runtime.planned_module import check_not_compiled
@@ -70,6 +71,7 @@ def compile(
     reduce_precision: str | None = None,
     lossy: bool | Sequence[str] = False,
     backend: str = "eager",
+    cuda_graphs: bool = False,
     fallback: bool = True,
     timeout_s: float = 300.0,
     time_limit_s: float | None = 60.0,
@@ -109,6 +111,8 @@ def compile(
         lossy: gradient compressions allowed where they are faster: True for bf16 and int8, or a
             list such as ["int8", "powersgd(rank=4)"].
         backend: "eager", or a backend of torch.compile such as "inductor".
+        cuda_graphs: replay forward and backward as CUDA graphs, on GPUs, without pipelines
+            and without `fallback` (docs/gpus.md).
         fallback: train under torch's DDP or fully_shard, with a warning, if the model cannot be
             captured.
         timeout_s: timeout of collectives in seconds, if the process group is made here.
@@ -156,10 +160,14 @@ def compile(
     if plan is not None:
         run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
+    if cuda_graphs:
+        check_machine(device, problem.comm_backend, ranks)
+        check_strategy(fixed)
     sizes = fixed.model_parallel_size, fixed.pp_size
     local = fixed.batch_semantics == "local"
     chosen = batch, loss_fn, autocast, backend, ranks, *sizes
-    options = Options(*chosen, recorder, local, max_programs)
+    options = Options(*chosen, recorder, local, max_programs, cuda_graphs)
+    fallback = fallback and not cuda_graphs
     planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
     module = DistributedModule(model, parameters, device, options, *hooks)

@@ -173,6 +173,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "lossy": _lossy,
     "backend": _backend,
     "fallback": flag,
+    "cuda_graphs": flag,
     "double": flag,
     "verify": flag,
     "steps": count,

@@ -52,6 +52,7 @@ def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) ->
         "strategy": problem.strategy,
         "precision": problem.precision,
         "backend": arguments["backend"],
+        "choice of CUDA graphs": arguments["cuda_graphs"],
         "memory cap": problem.memory,
         "verification": arguments["verify"],
         "number of programs to keep": arguments["max_programs"],

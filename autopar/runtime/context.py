@@ -129,6 +129,11 @@ class ExecutionContext:
     families: BoundedCache[ShapeFamily] = field(default_factory=BoundedCache)
 
     @cached_property
+    def graph_pool(self) -> Any:
+        """Memory of the CUDA graphs of all programs, which run one after another."""
+        return torch.cuda.graph_pool_handle()
+
+    @cached_property
     def index(self) -> ModuleIndex:
         return ModuleIndex.of(self.model, self.guards.lifted)
 

@@ -14,6 +14,7 @@ from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_numerics
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -55,6 +56,9 @@ class SpmdExecutor:
                 context.lowering_options(no_sync, unreduced),
                 context.options.recorder,
             )
+            options = context.options
+            if options.cuda_graphs and options.recorder is None and not options.on_trial:
+                program = with_cuda_graphs(program, context.graph_pool)
         if not context.options.on_trial:
             warn_of_numerics(program.graph.notes)
             context.tell_of_shapes(shard)
@@ -142,12 +146,15 @@ class SpmdCall:
         assert backward is not None
         arguments = self._backward_arguments(backward, saved, tangents)
         saved.clear()
-        if backward.donated_args and backward_keeps_graph():
+        keeps_graph = backward_keeps_graph()
+        if backward.donated_args and keeps_graph:
             for place in backward.donated_args:
                 arguments[place] = arguments[place].clone()
         with explaining_comm_errors("backward"):
             results = backward.run(arguments)
         finish_exchange()
+        if isinstance(run := self.program.forward.run, GraphedFunction) and not keeps_graph:
+            run.take_back(self)
         return self._gradients(backward, results)
 
     def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
@@ -196,6 +203,8 @@ class SpmdFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: SpmdCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, saved = call.run_forward(call.program)
+        if isinstance(run := call.program.forward.run, GraphedFunction):
+            run.lend(call)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
