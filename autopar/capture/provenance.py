@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.channels_last import channels_last_dims, in_channels_last
 from autopar.capture.traceable import traceable
 from autopar.ir.graph import ParameterInfo
 
@@ -29,6 +30,7 @@ class Annotate(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
+        self.channels_last = channels_last_dims(model)
         self.module = ""
         self.stack: list[str] = []
         self.hooks: list[Any] = []
@@ -48,9 +50,11 @@ class Annotate(TorchFunctionMode):
             hook.remove()
         super().__exit__(*error)
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> Any:
         self.stack.append(self.module)
         self.module = self.names.get(id(module), self.module)
+        dims = self.channels_last.get(module)
+        return args if dims is None else tuple(in_channels_last(x, dims) for x in args)
 
     def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         self.module = self.stack.pop()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._torch import BatchNorm, dense_flex_attention, patched, without_onednn
+from autopar.capture.channels_last import FORMATS
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning
 from autopar.operators.attention import attention_like
@@ -76,7 +77,7 @@ def _batch_norm(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def contiguous(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        wanted = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+        wanted = FORMATS.get(x.dim())
         if wanted is None or not x.is_contiguous(memory_format=wanted):
             wanted = torch.contiguous_format
         result: Tensor = norm(x.contiguous(memory_format=wanted), *args, **kwargs)

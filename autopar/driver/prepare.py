@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture.channels_last import mark_channels_last
 from autopar.capture.model_info import describe_parameters
 from autopar.ir.graph import ParameterInfo
 from autopar.passes.registration import DISABLE, pass_settings
@@ -27,6 +28,7 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
     """
     check_not_compiled(model)
     check_plain(model)
+    mark_channels_last(model)
     make_contiguous(model)
     parameters = describe_parameters(model)
     buffers = str([(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()])
