@@ -120,8 +120,17 @@ def is_attention(node: fx.Node) -> bool:
 def product_of(node: fx.Node) -> Shape | None:
     """The shape of a matrix product; None for other nodes."""
     packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    operands = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}.get(packet)
+    plain, added = ("mm", "bmm", "_scaled_mm"), ("addmm", "baddbmm")
+    operands = {**dict.fromkeys(plain, (0, 1)), **dict.fromkeys(added, (1, 2))}.get(packet)
     if operands is None:
         return None
     left, right = (tensors(node.args[index])[0].shape for index in operands)  # type: ignore[arg-type]
     return Shape(math.prod(left[:-2]), left[-2], left[-1], right[-1])
+
+
+def multiplied_bytes(node: fx.Node) -> int:
+    """Bytes of a number in the products of an operator: 1 if an operand is float8."""
+    operands = [t for source in node.all_input_nodes for t in tensors(source)]
+    if any(t.is_floating_point() and t.itemsize == 1 for t in operands):
+        return 1
+    return max(2, min((t.itemsize for t in tensors(node)), default=4))

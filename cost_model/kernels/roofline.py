@@ -72,6 +72,7 @@ class Roofline:
         launch_s: seconds of an empty operator.
         products: floating-point operations per second, in floats of 4 bytes and more.
         half: speedup of floats of 2 bytes.
+        quarter: speedup of floats of 1 byte.
         streams: bytes per second read and written.
         waves: share of `products` that a matrix product reaches by its shape; None where `products`
             depends on the size.
@@ -80,6 +81,7 @@ class Roofline:
     launch_s: float
     products: Rates
     half: float
+    quarter: float
     streams: Rates
     source: str
     waves: GemmWaves | None = None
@@ -88,7 +90,7 @@ class Roofline:
         self, flops: float, nbytes: float, item_bytes: int = 4, shape: Shape | None = None
     ) -> float:
         """Seconds of an operator; `shape` is that of a matrix product."""
-        faster = self.half if item_bytes <= 2 else 1.0
+        faster = {1: self.quarter, 2: self.half}.get(item_bytes, 1.0)
         if self.waves is not None:
             faster *= self.waves.share(shape) if shape is not None else self.waves.full
         return self.launch_s + max(
@@ -102,16 +104,19 @@ class Roofline:
             full, half, bandwidth = (threads * figure for figure in _CPU_THREAD)
             products, streams = Rates((1.0,), (full,)), Rates((1.0,), (bandwidth,))
             source = "roofline of an average core"
-            return cls(LAUNCH_S["cpu"], products, half / full, streams, source)
-        full, half, bandwidth = 1e13, 1e14, 1e12
+            faster = half / full, half / full
+            return cls(LAUNCH_S["cpu"], products, *faster, streams, source)
+        full, half, quarter, bandwidth = 1e13, 1e14, 1e14, 1e12
         source, waves = f"roofline of any GPU, {device} unknown", gemm_waves_of(device)
         if (found := find_device(device)) is not None and waves is not None:
             full = found.flops_per_s["float32"]
             half = found.flops_per_s.get("bfloat16", found.flops_per_s["float16"])
+            quarter = found.flops_per_s.get("float8_e4m3fn", half)
             bandwidth = found.memory_bytes_per_s
             source = f"roofline of {found.name}'s data sheet, products in waves of tiles"
         products, streams = Rates((1.0,), (full,)), Rates((1.0,), (STREAMED * bandwidth,))
-        return cls(LAUNCH_S["cuda"], products, half / full, streams, source, waves)
+        faster = half / full, quarter / full
+        return cls(LAUNCH_S["cuda"], products, *faster, streams, source, waves)
 
     def fitted(self, timed: Sequence[tuple[float, float, float]], launch_s: float) -> Roofline:
         """The roofline with rates of timed operators, where some were large enough.

@@ -21,14 +21,19 @@ from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, traffic
-from autopar.cost_model.kernels.gemm_efficiency import is_attention, is_causal, product_of
+from autopar.cost_model.kernels.gemm_efficiency import (
+    is_attention,
+    is_causal,
+    multiplied_bytes,
+    product_of,
+)
 from autopar.cost_model.kernels.queue_timing import QueueTimer, time_empty_kernel
 from autopar.cost_model.kernels.roofline import Roofline
 from autopar.cost_model.kernels.settings import kernel_settings
 from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup, replay_step
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.graph import TrainingGraph
 from autopar.operators.kernels import is_canonical, own_kernels
 
 _DISPATCH = "dispatch"  # key of a call that computes nothing
@@ -311,11 +316,10 @@ class OperatorTimes:
 
     def by_roofline(self, node: fx.Node) -> float:
         """Seconds of an operator by the roofline alone."""
-        item = min((t.element_size() for t in tensors(node)), default=4)
         line, flops = self.roofline, flops_of(node)
         if line.waves is not None and is_attention(node):
             flops *= (0.5 if is_causal(node) else 1.0) * line.waves.full / line.waves.attention
-        return line.seconds(flops, moved_bytes(node), item, product_of(node))
+        return line.seconds(flops, moved_bytes(node), multiplied_bytes(node), product_of(node))
 
     def share(self, part: fx.Node, whole: fx.Node) -> float:
         """Time of an operator on shards over its time on whole tensors.

@@ -88,13 +88,25 @@ class Lowering(Rewriter):
     def __init__(self, graph: TrainingGraph, start: fx.Node, rank: int) -> None:
         super().__init__(graph, start)
         self.rank = rank
+        dtype = tensors(start)[0].dtype
+        self.as_bytes = dtype if dtype.is_floating_point and dtype.itemsize == 1 else None
+
+    def begin(self) -> Any:
+        """Writes the operators at the place of the start; float8 travels as bytes."""
+        self.graph.inserting_before(self.start)
+        if self.as_bytes is not None:
+            self.operands = [self.op(aten.view.dtype, x, torch.uint8) for x in self.operands]
+        return super().begin()
 
     def run(self) -> None:
         done = wait_of(self.start)
         issued, finish = self.begin()
         self.graph.inserting_before(done)
         self.like, self.placement = done, Varying()  # results keep their placements
-        self.replace(finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued]))
+        results = finish(*[self.op(c10d.wait_tensor.default, pending) for pending in issued])
+        if self.as_bytes is not None:
+            results = [self.op(aten.view.dtype, x, self.as_bytes) for x in results]
+        self.replace(results)
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().op(target, *args, **kwargs)

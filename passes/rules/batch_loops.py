@@ -34,9 +34,12 @@ LOGICAL_REDUCTIONS = {aten.all.default: reduction("min"), aten.any.default: redu
 
 
 def is_cast(operator: Operator) -> bool:
-    """Whether an operator only casts floating-point numbers, which is linear up to rounding."""
+    """Whether an operator only casts floating-point numbers, which is linear up to rounding.
+
+    Numbers of 8 bits are too coarse for partial sums.
+    """
     tensors = (*operator.operands, *operator.results)
-    floats = all(tensor.is_floating_point() for tensor in tensors if tensor is not None)
+    floats = all(t.is_floating_point() and t.itemsize > 1 for t in tensors if t is not None)
     return operator.target is aten._to_copy.default and floats
 
 

@@ -37,6 +37,7 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     "mv": generic.contraction("mk,k->m"),
     "dot": generic.contraction("k,k->"),
     "_grouped_mm": generic.grouped_mm,
+    "_scaled_mm": generic.scaled_mm,
     # reductions
     "sum sum.dim_IntList": generic.reduction("sum"),
     "amax max": generic.reduction("max"),

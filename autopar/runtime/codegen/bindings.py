@@ -47,6 +47,7 @@ class Binding:
 
 
 split_copy = torch.ops.aten.split_with_sizes_copy.default
+scaled_mm = torch.ops.aten._scaled_mm.default
 _KNOWN: dict[Any, Binding | None] = {}
 """The binding of each operator by the classes of its arguments, None if there is none."""
 
@@ -57,6 +58,9 @@ def use_bindings(graph: fx.Graph) -> None:
         target = node.target
         if target is split_copy and node.meta["val"][0].device.type == "cuda":
             node.target = split_at_once
+            continue
+        if target is scaled_mm and node.meta["val"].device.type == "cuda":
+            node.target = scaled_mm_in_layout
             continue
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             continue
@@ -77,6 +81,11 @@ def split_at_once(table: torch.Tensor, sizes: list[int], dim: int) -> list[torch
     out = [table.new_empty((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes]
     torch.split_with_sizes_copy(table, sizes, dim, out=out)
     return out
+
+
+def scaled_mm_in_layout(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    """`aten._scaled_mm` of tensors that were gathered: cuBLAS needs rows of a and columns of b."""
+    return scaled_mm(a.contiguous(), b.t().contiguous().t(), *rest, **options)
 
 
 def _classes(argument: Any) -> Any:

@@ -194,6 +194,28 @@ def grouped_mm(operator: Operator) -> list[Loop]:
     return loops
 
 
+def scaled_mm(operator: Operator) -> list[Loop]:
+    """(a, b, scale of a, scale of b, bias): a product of float8; scales of rows or of all of a.
+
+    Kernels require multiples of 16 elements of k and n, so these are the units of a loop.
+    """
+    a, b, a_scale, b_scale, *bias = operator.operands
+    by_row = a_scale.shape == (a.shape[0], 1) and b_scale.shape == (1, b.shape[1])
+    by_all = a_scale.numel() == b_scale.numel() == 1
+    if not (by_row or by_all) or len(bias) > 1 or any(t.dim() != 1 for t in bias):
+        return []
+    product = contraction("mk,kn,mk,kn" + ",n" * len(bias) + "->mn")
+    loops = []
+    for letter, loop in zip("mkn", product(operator), strict=True):
+        unit, operands = (1 if letter == "m" else 16), loop.operands
+        if letter == "k":
+            partial: tuple[Reduced, ...] = tuple("sum" for _ in bias)
+            operands = (*operands[:4], *partial)
+        if loop.size % unit == 0:
+            loops.append(replace(loop, size=loop.size // unit, operands=operands))
+    return loops
+
+
 def every_dim_but(operator: Operator, dims: int | Sequence[int]) -> list[Loop]:
     """All dims but some, the same in all operands and results."""
     count = operator.operands[0].dim()

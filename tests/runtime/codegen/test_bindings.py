@@ -5,7 +5,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.passes.core.node_builder import aten
-from autopar.runtime.codegen.bindings import split_at_once, use_bindings
+from autopar.runtime.codegen.bindings import scaled_mm_in_layout, split_at_once, use_bindings
 from tests.harness.models import MODELS
 from tests.harness.training import fixed
 from tests.passes.parity import World
@@ -39,6 +39,13 @@ def test_the_copy_of_cuda_is_the_operator() -> None:
     table = torch.randn(3, 7)
     want = torch.split_with_sizes_copy(table, [2, 0, 5], 1)
     assert all(map(torch.equal, split_at_once(table, [2, 0, 5], 1), want))
+
+
+def test_the_product_of_cuda_is_the_operator() -> None:
+    a, b = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (16, 48))
+    rest = torch.tensor(0.5), torch.tensor(0.25), None, None, torch.bfloat16
+    want = aten._scaled_mm.default(a, b.t(), *rest)
+    assert torch.equal(scaled_mm_in_layout(a, b.t().contiguous(), *rest), want)
 
 
 def test_a_profiler_sees_blocks() -> None:

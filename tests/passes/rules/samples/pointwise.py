@@ -157,6 +157,16 @@ def grouped_mm(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*a).float(), d.rand(*b).float(), ends)
 
 
+@sample(aten._scaled_mm.default)
+def scaled_mm(d: Draw) -> tuple[Any, ...]:
+    m, k, n = d.size(), 16 * d.size(), 16 * d.size()
+    a, b = d.rand(m, k).to(torch.float8_e4m3fn), d.rand(n, k).to(torch.float8_e4m3fn).t()
+    by_row = d.flag()
+    scales = (d.rand(m, 1), d.rand(1, n)) if by_row else (d.rand(), d.rand())
+    bias = d.rand(n).float() if d.flag() else None
+    return (a, b, *(scale.float() for scale in scales), bias, None, torch.float32)
+
+
 @sample(aten.dot.default)
 def dot(d: Draw) -> tuple[Any, ...]:
     k = d.size()

@@ -1,0 +1,65 @@
+"""Layers that torchao converts to float8 train under a plan as on one device.
+
+Scales are by the largest number of the whole batch, so all ranks round alike. Products with scales
+of rows are rounded to bf16, partial sums too, and the next float8 may then be its neighbour.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from tests.harness.training import fixed, whole
+from tests.harness.worlds import run
+
+WIDTH, ROWS = 32, 32
+
+
+def make(recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(model, config=config)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    loss = model(x)
+    loss = loss if loss.dim() == 0 else loss.square().mean()
+    loss.backward()
+    return [loss.detach(), *(whole(p.grad) for p in model.parameters())]
+
+
+def squares(result: Tensor, target: Tensor) -> Tensor:
+    return (result - target).square().mean()
+
+
+def both(rank: int, world_size: int, recipe: str, strategy: Any) -> tuple[list[str], float]:
+    """Kinds of products in the program, and the largest relative error of a gradient."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=generator)
+    zero = torch.zeros(ROWS, WIDTH)
+    want = gradients(make(recipe), x)
+    model = autopar.compile(
+        make(recipe), strategy=strategy, example_inputs=(x, zero), loss_fn=squares, fallback=False
+    )
+    loss = model(x, zero)
+    loss.backward()
+    found = [loss.detach(), *(whole(p.grad) for p in model.parameters())]
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True)]
+    (program,) = model._executor.programs.values()
+    kinds = [str(node.target) for node in program.graph.calls() if "mm" in str(node.target)]
+    return kinds, max(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "bound"), [("tensorwise", 1e-5), ("rowwise", 2**-5)])
+@pytest.mark.parametrize("strategy", [fixed(3), fixed(0, tp=2)], ids=["zero3", "tp2"])
+def test_float8_is_exact(recipe: str, bound: float, strategy: Any) -> None:
+    pytest.importorskip("torchao")
+    for kinds, error in run(both, 2, recipe=recipe, strategy=strategy):
+        assert "aten._scaled_mm.default" in kinds
+        assert error < bound, error
