@@ -61,7 +61,7 @@ class Loop:
         while True:
             rng = torch.get_rng_state()
             for place, batch in enumerate(self.data):
-                if number == 0 and place < skip:
+                if place < skip:
                     continue
                 number += 1
                 accumulates = number % 2 == 1
@@ -82,6 +82,7 @@ class Loop:
                     file = None
                 if len(record.norms) == steps:
                     return
+            skip = 0
 
     def resume(self, record: Record, steps: int, file: Path) -> None:
         """Goes on from a saved state."""
