@@ -35,6 +35,8 @@ from autopar.capture.traced_call import TracedCall
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.ir.placement import Shard
+from autopar.ir.roles import Output
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,17 @@ class Capture:
     variables: Mapping[str, Variable] = field(default_factory=dict)
     lifted: tuple[Attribute, ...] = ()
     rebound_buffers: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def rows_of_outputs(self) -> tuple[Shard | None, ...]:
+        """The shard of each output that is a slice of the whole batch's, else None."""
+        found: list[Shard | None] = [None] * len(self.leaves)
+        for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
+            if not isinstance(role, Output) or node is None:
+                continue
+            if dims := (node.meta.get("batch_dims") or ((),))[0]:
+                found[role.index] = Shard(dims[0], node.meta.get("batch_interleave", 1))
+        return tuple(found)
 
 
 def capture(

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from autopar.errors import StrategyError
-
-KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
-"""Arguments of a loader that do not depend on the number of rows."""
 
 
 def whole_batches(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
@@ -42,13 +28,10 @@ def whole_batches(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
             "cannot be those of all ranks: give a sampler and batch_size, or let it make whole "
             "batches and give split_batches=True."
         )
-    options = {name: getattr(loader, name) for name in KEPT}
-    seed = options["worker_init_fn"]
+    made, rows = copy.copy(loader), loader.batch_size * ranks
+    seed = loader.worker_init_fn
     if isinstance(seed, partial) and "rank" in seed.keywords:
-        options["worker_init_fn"] = partial(seed, rank=0)  # workers of all ranks draw the same
-    rows, drops = loader.batch_size * ranks, loader.drop_last
-    if isinstance(loader.dataset, IterableDataset):
-        return DataLoader(loader.dataset, rows, drop_last=drops, **options)
-    return DataLoader(
-        loader.dataset, batch_sampler=BatchSampler(loader.sampler, rows, drops), **options
-    )
+        made.worker_init_fn = partial(seed, rank=0)  # workers of all ranks draw the same
+    sampler = BatchSampler(loader.sampler, rows, loader.drop_last)
+    vars(made).update(batch_size=rows, batch_sampler=sampler)
+    return made

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import StrategyError
 from autopar.runtime.module import DistributedModule
 
 
@@ -47,3 +48,58 @@ class _LoadLater:
     def __call__(self, model: DistributedModule, args: Any, result: Any) -> None:
         self._hook.remove()
         model.load_full_optimizer_state_dict(self._optimizer, self._state)
+
+
+Order = list[list[str]]
+"""Names of the parameters of each group of an optimizer, in the order of one process."""
+
+
+def order_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Order:
+    """The order of an optimizer before stages drop the parameters of others."""
+    return [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
+
+
+def numbered_state(
+    model: DistributedModule, optimizer: torch.optim.Optimizer, order: Order
+) -> dict[str, Any]:
+    """The state dict of an optimizer on one process; all ranks call this at once."""
+    named = model.full_optimizer_state_dict(optimizer)
+    number = {name: i for i, name in enumerate(name for group in order for name in group)}
+    groups = [group["params"] for group in named["param_groups"]]
+    for name in (name for group in groups for name in group):
+        number.setdefault(name, len(number))  # of a group that was added later
+    return {
+        "state": {number.get(name, name): state for name, state in named["state"].items()},
+        "param_groups": [
+            {**group, "params": sorted(number[name] for name in group["params"])}
+            for group in named["param_groups"]
+        ],
+    }
+
+
+def load_numbered_state(
+    model: DistributedModule,
+    optimizer: torch.optim.Optimizer,
+    order: Order,
+    state: Mapping[str, Any],
+) -> None:
+    """Loads the state dict of an optimizer on one process; all ranks call this at once.
+
+    Raises:
+        StrategyError: its groups have other numbers of parameters.
+    """
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != [len(group) for group in order]:
+        raise StrategyError(
+            f"the saved optimizer has groups of {sizes} parameters, and this one of "
+            f"{[len(group) for group in order]}: make it with the same groups."
+        )
+    names: dict[Any, str] = {}
+    for group, named in zip(state["param_groups"], order, strict=True):
+        names |= zip(group["params"], named, strict=True)
+    groups = [
+        {**group, "params": named}
+        for group, named in zip(state["param_groups"], order, strict=True)
+    ]
+    found = {names.get(key, key): value for key, value in state["state"].items()}
+    load_optimizer_state(model, optimizer, {"state": found, "param_groups": groups})

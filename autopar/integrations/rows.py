@@ -10,7 +10,7 @@ from torch import distributed as dist
 from autopar._torch import pytree
 from autopar.capture.call import batch_shard_of
 from autopar.common.containers import flatten
-from autopar.ir.placement import even_rows
+from autopar.ir.placement import Shard, even_rows
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -42,7 +42,7 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         model: model that was called under batch="global".
         args: positional arguments of the call, with the rows of the whole batch.
         kwargs: keyword arguments of the call.
-        result: result of the call; tensors with this rank's number of rows are gathered.
+        result: result of the call; tensors that are this rank's part of a batch are gathered.
     """
     index, parts = model.data_parallel_rank, model.data_parallel_size
     shard = batch_shard_of(*flatten((args, kwargs)), mode="global", rank=index, ranks=parts)
@@ -51,14 +51,20 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         return result
     leaves, structure = flatten(result)
     sources = tuple(model.ranks_of_rows)
+    found = model.rows_of_results
+    shards = [_rows_of(leaf, shard.rows) for leaf in leaves] if found is None else found
     with explaining_comm_errors("the gathering of rows"):
         leaves = [
-            _WholeRows.apply(leaf, rows, index, sources)
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == shard.rows
-            else leaf
-            for leaf in leaves
+            leaf if own is None else _WholeRows.apply(leaf, own, rows, index, sources)
+            for leaf, own in zip(leaves, shards, strict=False)
         ]
     return pytree.tree_unflatten(leaves, structure)
+
+
+def _rows_of(leaf: Any, rows: int) -> Shard | None:
+    """The shard of a result that torch's data parallelism computed: dim 0 if it has the rows."""
+    has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+    return Shard(0) if has_rows else None
 
 
 class _WholeRows(torch.autograd.Function):
@@ -69,16 +75,28 @@ class _WholeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, rows: tuple[int, ...], index: int, sources: tuple[int, ...]
+        ctx: Any,
+        own: torch.Tensor,
+        shard: Shard,
+        rows: tuple[int, ...],
+        index: int,
+        sources: tuple[int, ...],
     ) -> torch.Tensor:
-        ctx.rows, ctx.index = rows, index
-        padded = own.new_zeros(max(rows), *own.shape[1:])
-        padded[: own.shape[0]] = own
+        ctx.shard, ctx.rows, ctx.index = shard, rows, index
+        parts = own.unflatten(shard.dim, (shard.interleave, -1)).movedim(shard.dim + 1, 0)
+        sizes = [parts.shape[0] * n // rows[index] for n in rows]
+        padded = own.new_zeros(max(sizes), *parts.shape[1:])
+        padded[: parts.shape[0]] = parts
         gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, padded)
-        return torch.cat([gathered[source][:n] for source, n in zip(sources, rows, strict=True)])
+        whole = torch.cat([gathered[source][:n] for source, n in zip(sources, sizes, strict=True)])
+        return whole.movedim(0, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        begin, own = sum(ctx.rows[: ctx.index]), ctx.rows[ctx.index]
-        return gradients[0][begin : begin + own] * (sum(ctx.rows) / own), None, None, None
+        shard, rows, index = ctx.shard, ctx.rows, ctx.index
+        parts = gradients[0].unflatten(shard.dim, (shard.interleave, -1))
+        size, total = parts.shape[shard.dim + 1], sum(rows)
+        begin, length = (size * n // total for n in (sum(rows[:index]), rows[index]))
+        own = parts.narrow(shard.dim + 1, begin, length).flatten(shard.dim, shard.dim + 1)
+        return own * (total / rows[index]), None, None, None, None

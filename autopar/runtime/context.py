@@ -108,6 +108,7 @@ class ExecutionContext:
         all_tangents: whether every output may receive a gradient.
         shapes: shapes of the calls that have had a program.
         families: captures of calls that differ in sizes alone, by kind of call.
+        last_capture: capture of the latest call, None after one without a program.
     """
 
     model: nn.Module
@@ -127,6 +128,7 @@ class ExecutionContext:
     all_tangents: bool = False
     shapes: set[Any] = field(default_factory=set)
     families: BoundedCache[ShapeFamily] = field(default_factory=BoundedCache)
+    last_capture: Capture | None = None
 
     @cached_property
     def graph_pool(self) -> Any:
@@ -342,6 +344,7 @@ class ExecutionContext:
         self, capture: Capture, returned: Sequence[int], outputs: Sequence[torch.Tensor]
     ) -> Any:
         """A call's result from its tensors; writes the attributes that forward assigns."""
+        self.last_capture = capture
         leaves = list(capture.leaves)
         for index, value in zip(returned, outputs, strict=True):
             leaves[index] = value

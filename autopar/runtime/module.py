@@ -17,6 +17,7 @@ from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError, StrategyError
+from autopar.ir.placement import Shard
 from autopar.runtime.accelerate_loops import check_loop
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
@@ -62,6 +63,12 @@ class DistributedModule(StatefulModule):
         """The first rank with each slice of the rows of a batch."""
         slices = [self._options.dp_rank(r) for r in range(self._options.ranks)]
         return [slices.index(part) for part in range(self._options.dp_size)]
+
+    @property
+    def rows_of_results(self) -> tuple[Shard | None, ...] | None:
+        """The shard of each tensor or value of the latest result; None under a fallback."""
+        captured = self._context.last_capture
+        return None if captured is None else captured.rows_of_outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

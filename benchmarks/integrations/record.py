@@ -54,13 +54,22 @@ def _difference(pair: tuple[Any, Any]) -> float:
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """The state dict as one process has it; all ranks call this at once."""
-    state = model.state_dict().items()
-    whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in state}
-    return {name: value.detach().clone() for name, value in whole.items()}
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor of a sharded one; all ranks call this at once."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def quieten() -> None:
+    """Keeps the libraries from telling of every run."""
+    for name in ("transformers", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def forget_accelerator() -> None:
-    """Resets what accelerate keeps for the process, and quietens transformers."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    """Resets what accelerate keeps for the process."""
+    quieten()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -1,7 +1,8 @@
-"""`transformers.Trainer` and `trl.SFTTrainer` on one process, and under plans."""
+"""`transformers.Trainer` on one process, and under plans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +24,39 @@ class Log(TrainerCallback):
             self.steps.append(dict(logs))
 
 
-def make_trainer(folder: Path, ranks: int, steps: int, **options: Any) -> tuple[Any, Log]:
-    """A trainer over a batch of `BATCH` rows; under autopar if there are several ranks."""
-    log = Log()
-    settings = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=BATCH // ranks,
-        per_device_eval_batch_size=BATCH // ranks,
-        gradient_accumulation_steps=2,
-        max_steps=steps,
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_steps=steps // 2,
-        seed=3,
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        report_to=[],
-    )
+def settings_of(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
+    """Settings for a batch of `BATCH` rows."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": BATCH // ranks,
+        "per_device_eval_batch_size": BATCH // ranks,
+        "gradient_accumulation_steps": 2,
+        "max_steps": steps,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_steps": steps // 2,
+        "seed": 3,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "report_to": [],
+    }
+
+
+def make_trainer(folder: Path, ranks: int, steps: int, **options: Any) -> Trainer:
+    """A trainer on the task; under autopar if there are several ranks."""
     kind: Any = Trainer
     if ranks > 1:
         from autopar.integrations.transformers import AutoparTrainer as kind
-    data = {"train_dataset": make_rows(22, 0), "eval_dataset": make_rows(9, 1)}
-    given = {"args": settings, "data_collator": collate, "callbacks": [log], **data, **options}
-    return kind(model=make_model(), **given), log
+    return kind(
+        model=make_model(),
+        args=TrainingArguments(**settings_of(folder, ranks, steps)),
+        train_dataset=make_rows(22, 0),
+        eval_dataset=make_rows(9, 1),
+        data_collator=collate,
+        **options,
+    )
 
 
 def run(
@@ -56,6 +65,7 @@ def run(
     folder: str,
     steps: int,
     resume: Any = None,
+    make: Callable[..., Trainer] = make_trainer,
     **options: Any,
 ) -> Record:
     """Trains, evaluates, predicts, and resumes in the middle.
@@ -63,16 +73,19 @@ def run(
     Args:
         folder: folder of checkpoints, the same on every rank.
         resume: options of the resumed run; None for those of the first.
+        make: makes a trainer.
         options: arguments of the trainer.
     """
     forget_accelerator()
-    trainer, log = make_trainer(Path(folder), ranks, steps, **options)
+    trainer, log = make(Path(folder), ranks, steps, **options), Log()
+    trainer.add_callback(log)
     trainer.train()
     record = Record([x["loss"] for x in log.steps], [x["grad_norm"] for x in log.steps])
     record.weights = whole_weights(trainer.model)
     record.evaluation = {"loss": torch.tensor(trainer.evaluate()["eval_loss"])}
-    record.evaluation["logits"] = torch.tensor(trainer.predict(make_rows(9, 1)).predictions)
-    again, _ = make_trainer(Path(folder), ranks, steps, **(resume or options))
+    found: Any = trainer.predict(trainer.eval_dataset).predictions
+    record.evaluation["logits"] = torch.as_tensor(found)
+    again = make(Path(folder), ranks, steps, **(resume or options))
     again.train(resume_from_checkpoint=str(Path(folder, f"checkpoint-{steps // 2}")))
     record.resumed = whole_weights(again.model)
     return record

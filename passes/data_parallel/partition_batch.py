@@ -235,6 +235,8 @@ class _BatchPartitioner(Partitioner):
     def annotate(self, node: fx.Node, *placements: Placement) -> None:
         first = placements[0] if placements else WHOLE
         node.meta["placement"] = VARYING if isinstance(first, Shard) else first
+        if isinstance(first, Shard) and first.interleave > 1:
+            node.meta["batch_interleave"] = first.interleave
         node.meta["batch_dims"] = tuple(
             (p.dim,) if isinstance(p, Shard) else () for p in placements
         )

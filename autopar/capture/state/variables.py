@@ -55,7 +55,8 @@ def find_variables(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapp
     if isinstance(loss_fn, nn.Module):
         kinds[type(loss_fn)] = None
     for kind in kinds:
-        _search(getattr(kind, "forward", None), kind, found, seen)
+        for entry in getattr(kind, "traced_functions", (getattr(kind, "forward", None),)):
+            _search(entry, kind, found, seen)
     patched = [vars(m)["forward"] for m in modules if "forward" in vars(m)]
     hooks = [hook for m in modules for table in HOOKS for hook in getattr(m, table).values()]
     for entry in (*patched, *hooks, loss_fn):

@@ -138,9 +138,12 @@ class _PipelineFunction(torch.autograd.Function):
         ctx.differentiable = differentiable
         ctx.set_materialize_grads(False)
         outputs = call.run_forward()
-        flags = call.compiled.capture.differentiable
-        pairs = zip(outputs, call.returned, strict=True)
-        ctx.mark_non_differentiable(*(value for value, index in pairs if not flags[index]))
+        flags = [call.compiled.capture.differentiable[index] for index in call.returned]
+        # a detached value may be the tensor that another output trains
+        outputs = [o if trains else o.detach() for o, trains in zip(outputs, flags, strict=True)]
+        ctx.mark_non_differentiable(
+            *[o for o, trains in zip(outputs, flags, strict=True) if not trains]
+        )
         return tuple(outputs)
 
     @staticmethod

@@ -208,9 +208,11 @@ class SpmdFunction(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        flags = call.program.capture.differentiable
+        flags = [call.program.capture.differentiable[i] for i in call.program.returned]
+        # a detached value may be the tensor that another output trains
+        outputs = [o if trains else o.detach() for o, trains in zip(outputs, flags, strict=True)]
         ctx.mark_non_differentiable(
-            *[o for o, i in zip(outputs, call.program.returned, strict=True) if not flags[i]]
+            *[o for o, trains in zip(outputs, flags, strict=True) if not trains]
         )
         return tuple(outputs)
 
