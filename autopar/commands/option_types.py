@@ -32,7 +32,8 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 
 rank, ranks = _whole(0, MAX_RANKS), _whole(1, MAX_RANKS)
-processes, steps, restarts = _whole(1, 2**12), _whole(1, 2**20), _whole(0, 2**20)
+processes, steps = _whole(1, 2**12), _whole(1, 2**20)
+restarts, whole_seconds = _whole(0, 2**20), _whole(1, 2**20)
 
 
 def nodes(text: str) -> tuple[int, int]:

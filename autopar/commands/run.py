@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.commands.help_text import add_command
-from autopar.commands.option_types import limit_s, nodes, restarts
+from autopar.commands.option_types import limit_s, nodes, restarts, whole_seconds
 from autopar.commands.script import add_script, default_processes, threads_per_rank
 from autopar.elastic.run import Launch, run
 from autopar.errors import StrategyError
@@ -36,8 +36,10 @@ def add_to(commands: Any) -> None:
     add("--run-id", default="", help="name of this run, if others use the endpoint too")
     told = "seconds to save in after SIGTERM (default: %(default)g)"
     add("--grace", type=limit_s, default=120.0, metavar="S", help=told)
-    told = "seconds to wait for enough machines (default: %(default)g)"
-    add("--join", type=limit_s, default=600.0, metavar="S", help=told)
+    told = "seconds to wait for enough machines (default: %(default)d)"
+    add("--join", type=whole_seconds, default=600, metavar="S", help=told)
+    told = "seconds after which a silent machine counts as gone (default: %(default)d)"
+    add("--silence", type=whole_seconds, default=5, metavar="S", help=told)
     parser.set_defaults(command=_run)
 
 
@@ -55,7 +57,8 @@ def _run(options: argparse.Namespace) -> int:
             options.max_restarts,
             options.log_dir,
             options.grace,
-            int(options.join),
+            options.join,
+            options.silence,
             threads_per_rank(nproc),
         )
     )

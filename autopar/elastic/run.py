@@ -54,6 +54,7 @@ class Launch:
         log_dir: folder of the ranks' output; None for this terminal.
         grace_s: seconds that ranks have to save after SIGTERM.
         join_s: seconds to wait for enough nodes.
+        silence_s: seconds after which a silent node counts as gone.
         environment: variables of the ranks, beside this process's.
     """
 
@@ -66,6 +67,7 @@ class Launch:
     log_dir: Path | None = None
     grace_s: float = 120.0
     join_s: int = 600
+    silence_s: int = 5
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,12 +94,14 @@ def run(launch: Launch) -> int:
 def _run_until_over(launch: Launch, logs: RankLogs) -> int:
     """Joins the other nodes, again where the connection to them is lost."""
     deadline, restarts = time.monotonic() + launch.join_s, launch.max_restarts
+    rounds: Rounds | None = None
     while True:
         agent: Agent | None = None
         try:
-            agent = _agent(launch, logs, restarts)
+            rounds = rounds or _rounds(launch)
+            agent = _agent(launch, logs, rounds, restarts)
             result = agent.run()
-            agent.rounds.shutdown()
+            rounds.shutdown()
             if agent.left:
                 return LEFT
             return agent.failure.status if result.is_failed() and agent.failure else 0
@@ -106,23 +110,31 @@ def _run_until_over(launch: Launch, logs: RankLogs) -> int:
             return 1
         except (RendezvousError, DistStoreError, DistNetworkError) as error:
             if agent is not None and agent.has_started:
-                deadline = time.monotonic() + launch.join_s
-                restarts = agent.restarts_left
-                say(f"lost the other nodes ({_line(error)}); joins them again")
+                deadline, restarts = time.monotonic() + launch.join_s, agent.restarts_left
             if isinstance(error, RendezvousTimeoutError) or time.monotonic() > deadline:
                 where = f"at {launch.endpoint} within {launch.join_s} s"
                 say(f"too few nodes met {where}: {_line(error)}")
                 return RETRY
+            if rounds is not None:
+                say(f"lost the other nodes ({_line(error)}); joins them again")
+                rounds = rounds if rounds.is_host or isinstance(error, DistStoreError) else None
             time.sleep(RECONNECT_S)
 
 
-def _agent(launch: Launch, logs: RankLogs, restarts: int) -> Agent:
-    """An agent that has connected to the meeting point."""
+def _rounds(launch: Launch) -> Rounds:
+    """The meetings of this node and the others."""
     alone = launch.nodes == (1, 1)
-    address = "127.0.0.1" if alone else address_towards(launch.endpoint)
-    run_id = launch.run_id or (uuid.uuid4().hex if alone else "autopar")
-    endpoint = "127.0.0.1:0" if alone else launch.endpoint
-    rounds = Rounds(run_id, endpoint, launch.nodes, launch.join_s, address)
+    return Rounds(
+        launch.run_id or (uuid.uuid4().hex if alone else "autopar"),
+        "127.0.0.1:0" if alone else launch.endpoint,
+        launch.nodes,
+        address="127.0.0.1" if alone else address_towards(launch.endpoint),
+        join_s=launch.join_s,
+        silence_s=launch.silence_s,
+    )
+
+
+def _agent(launch: Launch, logs: RankLogs, rounds: Rounds, restarts: int) -> Agent:
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.nproc,
@@ -131,7 +143,7 @@ def _agent(launch: Launch, logs: RankLogs, restarts: int) -> Agent:
         args=_arguments(launch.command),
         max_restarts=restarts,
         monitor_interval=0.1,
-        local_addr=address,
+        local_addr=rounds.address,
     )
 
     def report(failure: Failure, then: str) -> None:

@@ -43,17 +43,16 @@ class Injector:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self.rank = folder, rank
-        self._attempt = (
-            os.environ.get("FAULTS_START", "0"),
-            os.environ["TORCHELASTIC_RESTART_COUNT"],
-        )
+        self._attempt = os.environ["MASTER_PORT"]  # each attempt has a store of its own
+        self._ranks = int(os.environ["WORLD_SIZE"])
         schedule = [Injection(**each) for each in json.loads((folder / "schedule").read_text())]
         done = [each for each in schedule if (folder / f"struck-{each.id}").exists()]
         self._next = schedule[len(done)] if len(done) < len(schedule) else None
 
     def note(self, event: str, **values: Any) -> None:
         """Append an event to the log."""
-        line = {"event": event, "rank": self.rank, "attempt": self._attempt, "time": time.time()}
+        line = {"event": event, "rank": self.rank, "ranks": self._ranks, "time": time.time()}
+        line["attempt"] = self._attempt
         with (self._folder / "events").open("a") as file:
             file.write(json.dumps(line | values) + "\n")
 

@@ -42,6 +42,7 @@ class Run:
     Attributes:
         nodes: least and largest number of launchers.
         limit_s: seconds without an end after which the run counts as hung.
+        silence_s: seconds after which a silent launcher counts as gone.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class Run:
     limit_s: float
     nodes: tuple[int, int] = (1, 1)
     endpoint: str = ""
+    silence_s: int = 5
     starts: int = 0
     launchers: dict[int, int] = field(default_factory=dict)
 
@@ -95,19 +97,19 @@ class Run:
             LAUNCHER: str(os.getpid()),
             PAUSE: str(self.pause_s),
             NAMESPACE: node.namespace,
-            "FAULTS_START": f"{self.starts}",
             "GLOO_SOCKET_IFNAME": "eth0" if node.namespace else "lo",
         }
         command = [str(STUB), str(TRAIN), str(self.folder), self.strategy, str(total)]
+        logs = self.folder / f"logs-{number}"
         return Launch(
             command,
             node.ranks,
             self.nodes,
             self.endpoint,
-            "",
-            99,
-            self.folder / f"logs-{number}",
+            max_restarts=99,
+            log_dir=logs,
             grace_s=60,
+            silence_s=self.silence_s,
         )
 
     def wait(self, number: int) -> int | None:
@@ -148,7 +150,7 @@ def wrong_losses(events: Sequence[Mapping[str, Any]], losses: Sequence[float]) -
 
 def burnt(events: Sequence[Mapping[str, Any]], launches: int) -> int:
     """Return the number of attempts that ended though no fault had struck."""
-    attempts = {tuple(each["attempt"]) for each in events if each["event"] == "start"}
+    attempts = {each["attempt"] for each in events if each["event"] == "start"}
     faults = [each for each in events if each["event"] == "fault"]
     ending = sum(each["fault"] in ENDS_ATTEMPT for each in faults)
     return max(0, len(attempts) - launches - ending)

@@ -89,7 +89,7 @@ def main(folder: Path, name: str, total: int) -> None:
     """Train until step `total`, with the faults of the schedule."""
     torch.set_num_threads(1)
     injector = Injector(folder, int(os.environ["RANK"]))
-    injector.note("start", ranks=int(os.environ["WORLD_SIZE"]))
+    injector.note("start")
     trained = model()
     with contextlib.ExitStack() as planning:
         strike_in_rendezvous(injector, planning)

@@ -77,9 +77,10 @@ def _raise_rank(stub: socket.socket) -> None:
         _become(json.loads(message), streams, stub)
     for each in streams:
         os.close(each)
-    stub.sendall(f"{pid:16}".encode())
-    _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):  # the stub is gone
+        stub.sendall(f"{pid:16}".encode())
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
         stub.sendall(f"{os.waitstatus_to_exitcode(status):16}".encode())
     stub.close()
 
