@@ -23,7 +23,7 @@ from benchmarks.faults.warm import NAMESPACE, STUB, die_with_parent, enter_names
 TRAIN = Path(__file__).with_name("train.py")
 TOLERANCE = 1e-5  # relative difference of losses from those of an uninterrupted run
 LEFT = 143
-DISK = "4m"  # size of the file system of checkpoints
+DISK = "8m"  # size of the file system of checkpoints
 ENDS_ATTEMPT = ("kill", "sigterm", "corrupted", "link-down")
 
 
