@@ -7,12 +7,13 @@ import contextlib
 import functools
 import linecache
 import logging
+import subprocess
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -22,6 +23,7 @@ from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._autograd import _profiler_enabled as profiler_is_on
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dispatch.python import enable_python_dispatcher
@@ -63,6 +65,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 HOMES_OF_BINDINGS = (torch, torch._C._nn)
 """Modules with the Python bindings of operators."""
@@ -381,6 +387,18 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     """The timeout of the group's collectives; torch's default for a fake group."""
     options = group._get_backend(group._device_types[0]).options
     return default_pg_timeout if options is None else options._timeout
+
+
+def nodes_present(meeting: "DynamicRendezvousHandler") -> int:
+    """Number of nodes in a running round of an elastic run; 0 if this one has been left out."""
+    present = meeting._state_holder.state.participants
+    return len(present) if meeting._this_node in present else 0
+
+
+def rank_processes(context: "PContext | None") -> dict[int, subprocess.Popen[bytes]]:
+    """The processes that torchrun's agent has started, by local rank."""
+    handlers = getattr(context, "subprocess_handlers", {})
+    return {local_rank: handler.proc for local_rank, handler in handlers.items()}
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

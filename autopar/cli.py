@@ -18,13 +18,13 @@ from autopar.commands import (
     measure,
     plan,
     profile,
+    run,
     scale,
     show,
     verify,
 )
 from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.plain_console import PlainConsole
-from autopar.commands.script import add_script, launch
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import human_bytes, printable
 from autopar.report.diff import diff_lines
@@ -102,17 +102,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", action="store_true", help=JSON)
     diff.set_defaults(command=_run_diff)
 
-    run = add_command(
-        commands,
-        "run",
-        "start a training script on several processes of this machine",
-        "autopar run train.py --nproc 8 -- --epochs 3",
-        "Each process is one rank, as under torchrun; use torchrun itself on several machines.",
-        usage="autopar run SCRIPT [--nproc N] [-- ARGUMENTS OF THE SCRIPT]",
-    )
-    add_script(run)
-    run.set_defaults(command=lambda given: launch(given.script, given.nproc, given.rest))
-
+    run.add_to(commands)
     verify.add_to(commands)
     profile.add_to(commands)
     measure.add_to(commands)

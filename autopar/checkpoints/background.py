@@ -22,7 +22,7 @@ from autopar.checkpoints.folder import CheckpointFolder, FileSum, sums_of
 from autopar.common.groups import gloo_group
 from autopar.errors import CheckpointError
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank, run_on_all_ranks
+from autopar.runtime.agreement.consensus import broadcast_from_rank0, gather_objects, is_multi_rank
 from autopar.runtime.process_groups import rank
 
 VALUES = "training.pt"
@@ -64,14 +64,12 @@ class BackgroundWriter:
             world = dist.group.WORLD
             assert world is not None
             self._group = gloo_group(world, use="checkpoints")
-        run_on_all_ranks(partial(self._begin, step, plan))
+        broadcast_from_rank0(partial(self._begin, step, plan))
         staged = self._stager.stage(dict(tensors))
         assert isinstance(staged, dict)
         self._writing = self._thread.submit(self._write, step, staged, dict(values))
 
     def _begin(self, step: int, plan: Plan | None) -> None:
-        if rank() > 0:
-            return
         try:
             begun = self.folder.begin(step)
             if plan is not None:

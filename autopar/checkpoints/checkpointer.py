@@ -184,12 +184,12 @@ class Checkpointer:
         return done or (last_epoch is not None and self._state.data.epoch >= last_epoch)
 
     def _save_beside(self) -> None:
-        """Saves; a checkpoint before that was not written is a warning."""
-        try:
-            self._writer.finish()
-        except CheckpointError as error:
-            warn_once(CheckpointWarning, str(error))
-        self.save()
+        """Saves; a checkpoint that cannot be written is a warning, this one or the last."""
+        for save in (self._writer.finish, self.save):
+            try:
+                save()
+            except CheckpointError as error:
+                warn_once(CheckpointWarning, str(error))
 
 
 def _faults(folder: Path) -> list[str]:

@@ -43,9 +43,14 @@ class CheckpointFolder:
         return self.path / f"step-{step}.partial"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into."""
+        """An empty folder to write the checkpoint of a step into.
+
+        Deletes what interrupted saves left: it takes the room of a checkpoint.
+        """
+        for each in self._entries():
+            if re.fullmatch(r"step-\d+\.partial", each.name):
+                shutil.rmtree(each, ignore_errors=True)
         partial = self.partial_of(step)
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
@@ -60,15 +65,9 @@ class CheckpointFolder:
         _sync(self.path)
 
     def prune(self, keep: int) -> None:
-        """Deletes all but the newest `keep` checkpoints, and what interrupted saves left."""
-        steps = self.steps()
-        for step in steps[keep:]:
+        """Deletes all but the newest `keep` checkpoints."""
+        for step in self.steps()[keep:]:
             shutil.rmtree(self.of_step(step), ignore_errors=True)
-        newest = steps[0] if steps else 0
-        for each in self._entries():
-            match = re.fullmatch(r"step-(\d+)\.partial", each.name)
-            if match and int(match[1]) <= newest:
-                shutil.rmtree(each, ignore_errors=True)
 
     def _entries(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):

@@ -33,6 +33,16 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 rank, ranks = _whole(0, MAX_RANKS), _whole(1, MAX_RANKS)
 processes, steps = _whole(1, 2**12), _whole(1, 2**20)
+restarts, whole_seconds = _whole(0, 2**20), _whole(1, 2**20)
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """A number of machines such as "4", or a range such as "1:4"."""
+    least, _, most = text.partition(":")
+    found = ranks(least), ranks(most or least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a range such as 1:4")
+    return found
 
 
 def _read(read: Callable[[], T], text: str, what: str) -> T:

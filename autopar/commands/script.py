@@ -93,6 +93,12 @@ def default_processes() -> int:
     return torch.cuda.device_count() or Host.here().cores
 
 
+def threads_per_rank(nproc: int) -> dict[str, str]:
+    """Variables with which `nproc` ranks divide the cores, unless the user has set them."""
+    threads = str(max(1, Host.here().cores // nproc))
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+
+
 def launch(
     script: str,
     nproc: int | None,
@@ -105,8 +111,7 @@ def launch(
     `rest`; `environment` is added to this one's.
     """
     nproc = nproc or default_processes()
-    threads = max(1, Host.here().cores // nproc)
-    variables = {"OMP_NUM_THREADS": str(threads), **os.environ, **(environment or {})}
+    variables = {**os.environ, **threads_per_rank(nproc), **(environment or {})}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(nproc), script, *rest]
     return subprocess.run(command, env=variables, check=False).returncode

@@ -14,6 +14,7 @@ from autopar.common.groups import advice_for_hangs
 from autopar.errors import CommunicationError
 from autopar.ir.mesh_levels import mesh_of
 from autopar.runtime.group_cache import mesh_over
+from autopar.runtime.lost_peers import is_lost_peer
 
 
 def make_mesh(
@@ -59,12 +60,10 @@ def explaining_comm_errors(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        signs = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL", "peer")
-        if isinstance(error, torch.OutOfMemoryError) or not any(s in text for s in signs):
+        if not is_lost_peer(error):
             raise
         raise CommunicationError(
             f"rank {rank()}: a collective failed in {operation}: another rank died, raised "
             "an error or left. Look for the first error among all ranks' output. "
-            f"({text.splitlines()[0]}){advice_for_hangs()}"
+            f"({str(error).splitlines()[0]}){advice_for_hangs()}"
         ) from error

@@ -13,11 +13,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from autopar._torch import high_priority_nccl
+from autopar._torch import PrefixStore, Store, high_priority_nccl
 from autopar.common.groups import backends_of
 from autopar.cost_model.host import boot_id
 from autopar.errors import CommunicationError, StrategyError
 from autopar.runtime.agreement.consensus import gather_objects
+from autopar.runtime.lost_peers import wait_for_launcher
 
 LAUNCH_COMMAND = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-node {n} SCRIPT)"
 
@@ -49,6 +50,8 @@ def ensure_process_group(device: torch.device, world_size: int | None, timeout_s
         _initialize(device, datetime.timedelta(seconds=timeout_s))
     elif running > 1:
         check_ranks(gather_objects(RankDevice.of(device, backends_of())))
+    if running > 1:
+        wait_for_launcher()
     return running
 
 
@@ -56,6 +59,7 @@ def _initialize(device: torch.device, timeout: datetime.timedelta) -> None:
     """Initializes torch.distributed for a device, after all ranks have told theirs."""
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
+    store = _of_this_attempt(store)
     on_gpu = device.type == "cuda"
     own = RankDevice.of(device, {"cpu": "gloo", **({"cuda": "nccl"} if on_gpu else {})})
     store.set(f"autopar/device/{rank}", json.dumps(asdict(own)))
@@ -78,6 +82,17 @@ def _initialize(device: torch.device, timeout: datetime.timedelta) -> None:
         device_id=device if on_gpu else None,
         pg_options=high_priority_nccl(timeout) if on_gpu else None,
     )
+
+
+def _of_this_attempt(store: Store) -> Store:
+    """The part of torchrun's store in which a dead attempt has left no addresses.
+
+    Agents of several nodes count attempts differently; `autopar run` gives each its own store.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("GROUP_WORLD_SIZE") != "1" or attempt == "0":
+        return store
+    return PrefixStore(f"attempt-{attempt}", store)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A run that stops and resumes trains as one that never stopped."""
 
+import errno
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.checkpoints.folder import CheckpointFolder
 from tests.harness.models import MODELS
 from tests.harness.training import ADAMW, close, fixed, shared_captures, whole_state
 from tests.harness.worlds import run, run_isolated
@@ -164,6 +166,34 @@ def full_disk(rank: int, world_size: int, folder: str) -> list[int]:
 def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     assert run(full_disk, 2, folder=str(tmp_path)) == [[1, 2, 3, 4, 5, 6]] * 2
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-6"]
+
+
+def no_room_to_begin(rank: int, world_size: int, folder: str) -> list[int]:
+    model, optimizer, _ = make(fixed(0))
+    checkpointer = autopar.Checkpointer(folder, model, optimizer, every=2)
+    begin, done = CheckpointFolder.begin, []
+
+    def failing(self: CheckpointFolder, step: int) -> Path:
+        if step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return begin(self, step)
+
+    CheckpointFolder.begin = failing  # type: ignore[method-assign]
+    try:
+        for step, (x, y) in checkpointer.steps(loader(), total=4):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done.append(step)
+    finally:
+        CheckpointFolder.begin = begin  # type: ignore[method-assign]
+    return done
+
+
+def test_training_goes_on_when_a_save_cannot_begin(tmp_path: Path) -> None:
+    (tmp_path / "step-9.partial").mkdir()  # of a run that was killed
+    assert run(no_room_to_begin, 2, folder=str(tmp_path)) == [[1, 2, 3, 4]] * 2
+    assert os.listdir(tmp_path) == ["step-4"]
 
 
 def told_to_stop(rank: int, world_size: int, folder: str) -> None:

@@ -1,0 +1,145 @@
+"""`Rounds`: the meetings of nodes that start ranks, each with a store of its own.
+
+torchrun's agents keep one store for all rounds. Ranks of a later round then read the addresses of
+dead ones, and nodes that join later never hear of the store. Here the first node of every round
+opens a new store, and all nodes hear of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from autopar._torch import PrefixStore, TCPStore, nodes_present
+
+HEARTBEAT_S = 1
+LAST_CALL_S = 3  # seconds that a round waits for further nodes once there are enough
+STORE_TIMEOUT_S = 15
+
+NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Environment variable: torch tells the address of a round's first node in every round. Otherwise
+it does so once, and a node that joins later waits for it in vain."""
+
+
+class Rounds(RendezvousHandler):
+    """Torch's rendezvous of a varying number of nodes.
+
+    Attributes:
+        address: address of this node.
+        is_host: whether nodes meet here.
+        is_single_node: whether other nodes never join.
+        number: number of the running round, from 0.
+        rejoin: whether this node wants another round.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        endpoint: str,
+        nodes: tuple[int, int],
+        *,
+        address: str,
+        join_s: int,
+        silence_s: int,
+    ) -> None:
+        self.is_host = is_host(endpoint)
+        params = RendezvousParameters(
+            backend="c10d",
+            endpoint=endpoint,
+            run_id=run_id,
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            local_addr=address,
+            is_host=self.is_host,
+            read_timeout=STORE_TIMEOUT_S,
+            join_timeout=join_s,
+            last_call_timeout=LAST_CALL_S,
+            keep_alive_interval=HEARTBEAT_S,
+            keep_alive_max_attempt=silence_s // HEARTBEAT_S,
+        )
+        backend, store = create_backend(params)
+        self._meeting = create_handler(store, backend, params)
+        self.address, self._size = address, 0
+        self._server: TCPStore | None = None
+        self.is_single_node = nodes == (1, 1)
+        self.number, self.rejoin = -1, False
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return self._meeting.get_backend()
+
+    def get_run_id(self) -> str:
+        return self._meeting.get_run_id()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for the nodes of the next round, and opens its store on the first of them."""
+        os.environ[NOT_SHARED] = "1"
+        met = self._meeting.next_rendezvous()
+        del os.environ[NOT_SHARED]  # ranks use the store of the round
+        if met.rank == 0:
+            self._server = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+        of_round = RendezvousStoreInfo.build(
+            met.rank,
+            PrefixStore("autopar", met.store),
+            local_addr=self.address,
+            server_port=self._server.port if met.rank == 0 and self._server else None,
+        )
+        self.number, self.rejoin, self._size = self.number + 1, False, met.world_size
+        return RendezvousInfo(met.store, met.rank, met.world_size, of_round)
+
+    def num_nodes_waiting(self) -> int:
+        """Number of nodes that ask for another round: new ones, and gaps that others left."""
+        return self._meeting.num_nodes_waiting() + self.nodes_gone() + self.rejoin
+
+    def nodes_gone(self) -> int:
+        """Number of nodes of this round that have left it, or are silent."""
+        if self.is_single_node:
+            return 0
+        return max(0, self._size - nodes_present(self._meeting))
+
+    def is_closed(self) -> bool:
+        return self._meeting.is_closed()
+
+    def set_closed(self) -> None:
+        self._meeting.set_closed()
+
+    def shutdown(self) -> bool:
+        return self._meeting.shutdown()
+
+
+def is_host(endpoint: str) -> bool:
+    """Whether this process can listen at an endpoint, so that nodes meet here."""
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def address_towards(endpoint: str) -> str:
+    """Address of this machine as nodes at an endpoint see it."""
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    found: list[Any] = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)
+    with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[0][4])  # sends nothing
+        return str(probe.getsockname()[0])
