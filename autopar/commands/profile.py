@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ from autopar.commands.help_text import add_command
 from autopar.commands.option_types import steps
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import add_script, launch
-from autopar.cost_model.simulator.chrome_trace import chrome_trace, write_trace
+from autopar.cost_model.simulator.chrome_trace import (
+    chrome_trace,
+    slices_of,
+    waited,
+    write_trace,
+)
 from autopar.errors import StrategyError
 from autopar.formatting import printable
 from autopar.profiler.profiler import COUNT, FOLDER, REFIT, WARM_STEPS
@@ -78,7 +84,9 @@ def trace(profiles: list[Profile]) -> dict[str, Any]:
     sides = {"predicted": profiles[0].predicted}
     sides |= {f"measured, rank {p.rank}": p.measured for p in profiles}
     memory = {"predicted": profiles[0].predicted.memory}
-    return chrome_trace({name: side.events for name, side in sides.items()}, memory)
+    groups = [slices_of(name, side.events) for name, side in sides.items()]
+    flows = (flow for own in groups for flow in waited(own, profiles[0].wait_of))
+    return chrome_trace(itertools.chain.from_iterable(groups), memory, flows)
 
 
 def show(profiles: list[Profile], console: Console) -> None:

@@ -68,7 +68,7 @@ class Driver(ABC):
         )
         if not problem.strategy.search:
             plan = self.plan_mesh(problem, context)
-            return self.with_outcome(self.refine(plan) or plan)
+            return self.with_outcome(self.refine(plan) or plan, problem)
         problem, estimate = self.estimator(problem)
         assert problem.cluster is not None
         self.baseline.cap = problem.cap_on(problem.cluster)
@@ -81,7 +81,7 @@ class Driver(ABC):
             self.progress,
             self.refine,
         )
-        return self.with_outcome(found)
+        return self.with_outcome(found, problem)
 
     def search_context(self, context: SearchContext) -> SearchContext:
         """The limits of a search over meshes."""
@@ -91,12 +91,15 @@ class Driver(ABC):
         """A plan predicted by arithmetic, lowered whole; None if it is, or if time lacks."""
         return None
 
-    def with_outcome(self, plan: Plan) -> Plan:
-        """The plan with torch's best data parallelism and the extent of the search."""
-        if plan.prediction is None:
+    def with_outcome(self, plan: Plan, problem: PlanningProblem) -> Plan:
+        """The plan of a problem with torch's best data parallelism and the extent of the search."""
+        if (cost := plan.prediction) is None:
             return plan
-        best = self.decide(lambda: self.baseline.best)
-        found = plan.search or SearchOutcome()
+        known = self.baseline
+        best, ddp, fsdp = self.decide(
+            lambda: (known.best, known.runner_up(0, cost), known.runner_up(3, cost))
+        )
+        found = replace(plan.search or SearchOutcome(), ddp=ddp, fsdp=fsdp)
         if best is not None and best.prediction is not None:
             found = replace(found, baseline=best.name, baseline_s=best.prediction.step_s)
         return replace(plan, search=found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -15,11 +16,13 @@ from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.capture.call import last_part
 from autopar.common.deadline import Deadline, TimeIsOver
 from autopar.driver.driver import Driver
-from autopar.errors import PlanError
+from autopar.errors import BatchError, PlanError, StrategyError
 from autopar.ir.graph import TrainingGraph
-from autopar.planner.evaluate.candidate import CandidateConfig
+from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import CandidateConfig, default_config
 from autopar.planner.machine import Machine, absent
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
+from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.extended_search import can_extend, plan_extended
 from autopar.planner.search.measure_problem import measure_problem, needs_machine
@@ -121,6 +124,31 @@ class OfflineDriver(Driver):
             return super().plan_mesh(problem, context, config)
         except TimeIsOver:
             return None
+
+    def with_outcome(self, plan: Plan, problem: PlanningProblem) -> Plan:
+        """Also predicts DDP and fully_shard, where the search did not."""
+        if plan.prediction is not None:
+            for stage in {0, 3} - self.baseline.fastest.keys():
+                self._predict_baseline(problem, stage)
+        return super().with_outcome(plan, problem)
+
+    def _predict_baseline(self, problem: PlanningProblem, stage: int) -> None:
+        """Lowers the whole model once, where nothing has to be measured and time is left."""
+        strategy = Strategy(
+            zero=stage, recompute="none", batch_semantics=problem.strategy.batch_semantics
+        )
+        problem = replace(problem, strategy=strategy)
+        if problem.world_size == 1 or not self._is_absent(problem):
+            return
+        if self._whole_s(problem) > self.deadline.left_s:
+            return
+        context = SearchContext(baseline=self.baseline)
+        with contextlib.suppress(
+            StrategyError, BatchError, TimeIsOver
+        ):  # too few rows, or too little time
+            graph = self.capture(problem)[1]
+            evaluator = build_evaluator(problem, graph, self._absent_machine(problem), context)
+            evaluator.evaluate(default_config(strategy, problem.blocks, stage))
 
     def _extends(self, problem: PlanningProblem) -> bool:
         limited = self.deadline.limit_s is not None and bool(self._models.kinds)

@@ -12,21 +12,13 @@ from autopar.cost_model.simulator.exposure import Exposure
 from autopar.cost_model.topology.devices import find_device
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Input
+from autopar.plan.report_data import ReportData, TimelineEvent
 
 MOST_EXPOSED = 20
 """Number of exposed collectives that a plan stores."""
 
 RUNNERS_UP = 12
 """Number of other plans that a plan stores."""
-
-TimelineEvent = tuple[str, str, Seconds, Seconds, str]
-"""Node name, stream, start in seconds, end in seconds, and kind."""
-
-MOST_POINTS = 512
-"""Maximum number of points of a memory curve."""
-
-Span = tuple[str, str, Seconds, Seconds]
-"""Block name, "forward" or "backward", start and end in seconds."""
 
 
 @dataclass(frozen=True)
@@ -71,50 +63,6 @@ class Work:
     def utilisation(self, step_s: float, ranks: int) -> float:
         """Fraction of the peak FLOP/s of all ranks; 0 if unknown."""
         return self.flops / (step_s * ranks * self.peak) if self.peak and step_s else 0.0
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Messages of one kind of collective over one axis, and their times.
-
-    Attributes:
-        collective: one of `collectives.COLLECTIVES`.
-        axis: mesh axis or level.
-        groups: description of the process groups.
-        dtype: dtype of the tensors.
-        provenance: source of the times.
-        measured: bytes and seconds of each timed message; may be empty.
-        modelled: bytes, seconds and relative half-width of the error, at points of the cost curve.
-        sent: bytes, count and seconds of each message size in a step.
-    """
-
-    collective: str
-    axis: str
-    groups: str
-    dtype: str
-    provenance: str
-    measured: tuple[tuple[Positive, Duration], ...] = ()
-    modelled: tuple[tuple[Positive, Duration, Amount], ...] = ()
-    sent: tuple[tuple[Count, Count, Seconds], ...] = ()
-
-
-@dataclass(frozen=True)
-class ReportData:
-    """Data of a predicted step for the HTML report only.
-
-    Attributes:
-        ranks_per_node: number of ranks of a node; 0 if unknown.
-        spans: blocks in execution order; empty for a pipeline.
-        memory_s: sample times in seconds; at most MOST_POINTS, including the peak.
-        memory: bytes of each nonempty category, at the times `memory_s`.
-        traffic: collectives of a step.
-    """
-
-    ranks_per_node: Count = 0
-    spans: tuple[Span, ...] = ()
-    memory_s: tuple[Seconds, ...] = ()
-    memory: tuple[tuple[str, tuple[Count, ...]], ...] = ()
-    traffic: tuple[Traffic, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,4 +188,5 @@ def slower(other: Prediction, best: Prediction) -> str:
     total = other.step_s - best.step_s
     shown = [(name, s) for name, s in parts.items() if abs(s) > 0.1 * abs(total)]
     texts = [f"{s * 1e3:+.2f} ms {name}" for name, s in sorted(shown, key=lambda part: -part[1])]
-    return f"{total * 1e3:.2f} ms slower" + (f": {', '.join(texts)}" if texts else "")
+    word = "slower" if total >= 0.0 else "faster"
+    return f"{abs(total) * 1e3:.2f} ms {word}" + (f": {', '.join(texts)}" if texts else "")

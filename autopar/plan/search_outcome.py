@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.common.documents import Count, Seconds
+from autopar.plan.prediction import RunnerUp
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class SearchOutcome:
         baseline: name of the fastest plan of DDP or fully_shard that fits; "" if none was found.
         baseline_s: seconds of its predicted step.
         complete: whether the search ended before its time was over.
+        ddp: the fastest plan of DDP, whether it fits or not; None if it was not predicted.
+        fsdp: the same of fully_shard.
     """
 
     looked: Count = 0
@@ -26,6 +29,8 @@ class SearchOutcome:
     baseline: str = ""
     baseline_s: Seconds = 0.0
     complete: bool = True
+    ddp: RunnerUp | None = None
+    fsdp: RunnerUp | None = None
 
     def gap(self, step_s: float) -> float:
         """Largest fraction of a step in seconds that a better plan could save; 1 if unknown."""

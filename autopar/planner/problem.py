@@ -17,8 +17,10 @@ from autopar.cost_model.measurement.optimizer_step import Optimizer
 from autopar.cost_model.memory.allocator import context_bytes
 from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
 from autopar.errors import StrategyError
+from autopar.formatting import human_bytes
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.prediction import Prediction, RunnerUp, slower
 from autopar.plan.spec import fingerprint
 from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.report.plan import Plan
@@ -189,23 +191,41 @@ class Baseline:
     """The best of torch's DDP and fully_shard among the candidates of a search.
 
     Attributes:
-        best: the fastest candidate that fits, None if there is none yet.
+        fastest: the fastest plan of each by its ZeRO stage, 0 or 3; one that fits, if any does.
     """
 
     def __init__(self, cap: int | None) -> None:
         self.cap = cap
-        self.best: Plan | None = None
+        self.fastest: dict[int, Plan] = {}
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest candidate that fits, None if there is none yet."""
+        fitting = (plan for plan in self.fastest.values() if not self._order(plan)[0])
+        return min(fitting, key=self._order, default=None)
 
     def note(self, plan: Plan) -> None:
-        """Records a candidate if it is DDP's or fully_shard's, and fits."""
+        """Records a candidate if it is DDP's or fully_shard's."""
+        if plan.prediction is not None and is_baseline(plan):
+            stage = plan.zero_stages[0][1]
+            known = self.fastest.get(stage)
+            if known is None or self._order(plan) < self._order(known):
+                self.fastest[stage] = plan
+
+    def runner_up(self, stage: int, best: Prediction) -> RunnerUp | None:
+        """The fastest plan of a ZeRO stage, beside the best of all; None if none is known."""
+        plan = self.fastest.get(stage)
+        if plan is None or (cost := plan.prediction) is None:
+            return None
+        why = slower(cost, best)
+        if self._order(plan)[0]:
+            why = f"needs {human_bytes(cost.needed_bytes - (self.cap or 0))} more than the cap"
+        return RunnerUp.of(plan.name, cost, why)
+
+    def _order(self, plan: Plan) -> tuple[bool, float]:
         cost = plan.prediction
-        if cost is None or not is_baseline(plan):
-            return
-        if self.cap is not None and cost.needed_bytes > self.cap:
-            return
-        known = self.best.prediction if self.best is not None else None
-        if known is None or cost.step_s < known.step_s:
-            self.best = plan
+        assert cost is not None
+        return self.cap is not None and cost.needed_bytes > self.cap, cost.step_s
 
 
 def is_baseline(plan: Plan) -> bool:

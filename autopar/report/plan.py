@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from autopar.common.checks import demand
 from autopar.common.documents import load
-from autopar.cost_model.simulator.chrome_trace import chrome_trace, write_trace
-from autopar.cost_model.simulator.streams import COMPUTE, Event
+from autopar.cost_model.simulator.chrome_trace import write_trace
 from autopar.errors import PlanError
 from autopar.formatting import printable
-from autopar.plan.prediction import Prediction
 from autopar.plan.reader import read_plan
 from autopar.plan.spec import PlanSpec
 from autopar.report.diff import diff_lines
 from autopar.report.explain import explain
 from autopar.report.html.page import page
 from autopar.report.table import table
+from autopar.report.trace import trace
 
 
 class Plan(PlanSpec):
@@ -65,45 +63,3 @@ class Plan(PlanSpec):
 
     def __str__(self) -> str:
         return table(self)
-
-
-def trace(plan: PlanSpec) -> dict[str, Any]:
-    """Trace with one process for the predicted rank, or one per pipeline rank."""
-    p = plan.prediction
-    if p is None:
-        raise PlanError(
-            f"the plan {plan.name!r} has no prediction: give a strategy that leaves something "
-            "to choose, or a memory cap, and plan again"
-        )
-    name = f"predicted: {plan.name}"
-    if not p.stages:
-        blocks = (
-            Event(block or "outside of blocks", "blocks", start_s, end_s, phase)
-            for block, phase, start_s, end_s in p.report_data.spans
-        )
-        events = [*blocks, *(Event(*row) for row in p.events)]
-        return chrome_trace({name: events}, {name: _memory(p)})
-    ranks = {f"rank {rank}": list(_of_rank(p, rank)) for rank in range(len(p.idle))}
-    held = "memory of the rank that needs most"
-    return chrome_trace({**ranks, held: []}, {held: _memory(p)})
-
-
-def _of_rank(p: Prediction, rank: int) -> Iterator[Event]:
-    """Actions of a pipeline rank, and the messages that it sends."""
-    own = f"rank {rank}"
-    for name, stream, start_s, end_s, kind in p.events:
-        if stream == own:
-            yield Event(name, COMPUTE, start_s, end_s, kind)
-        elif stream.startswith(f"{own} to "):
-            yield Event(name, f"to rank {stream.split()[-1]}", start_s, end_s, kind)
-
-
-def _memory(p: Prediction) -> Iterator[tuple[float, int | Mapping[str, int]]]:
-    """Bytes by category if known, otherwise of all tensors."""
-    if not p.report_data.memory:
-        yield from p.memory_curve
-        return
-    names = [name for name, _ in p.report_data.memory]
-    columns = zip(*(row for _, row in p.report_data.memory), strict=True)
-    for at, column in zip(p.report_data.memory_s, columns, strict=True):
-        yield at, dict(zip(names, column, strict=True))

@@ -27,3 +27,16 @@ def test_the_baseline_is_the_fastest_of_ddp_and_fully_shard_that_fits() -> None:
     context.note(fast := candidate(3, 0.5))
     context.note(candidate(0, 0.6))
     assert baseline.best is fast
+    assert {stage: plan.prediction.step_s for stage, plan in baseline.fastest.items()} == {
+        0: 0.6,
+        3: 0.5,
+    }
+
+
+def test_a_baseline_that_does_not_fit_is_known_with_what_it_lacks() -> None:
+    baseline = Baseline(cap=10)
+    baseline.note(candidate(0, 0.1, nbytes=11))
+    chosen = candidate(3, 0.2).prediction
+    assert baseline.best is None
+    assert baseline.runner_up(0, chosen).why == "needs 1 B more than the cap"
+    assert baseline.runner_up(3, chosen) is None

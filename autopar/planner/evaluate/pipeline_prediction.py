@@ -20,15 +20,15 @@ from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import StageOutput
 from autopar.passes.stage_lowering import MicrobatchPrograms
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.prediction import (
-    MOST_EXPOSED,
-    Prediction,
-    ReportData,
-    StagePrediction,
-    TimelineEvent,
-)
+from autopar.plan.prediction import MOST_EXPOSED, Prediction, StagePrediction
+from autopar.plan.report_data import ReportData, StageProgram, TimelineEvent
 from autopar.planner.evaluate.p2p import P2PCost
-from autopar.planner.evaluate.report_data import sample_memory, traffic, transfers
+from autopar.planner.evaluate.report_data import (
+    sample_memory,
+    stage_program,
+    traffic,
+    transfers,
+)
 from autopar.planner.evaluate.setup import timeline_events
 from autopar.planner.evaluate.stage_memory import RankMemory, StageMemory, memory_of_rank
 from autopar.report.plan import Plan
@@ -212,7 +212,28 @@ class SimulatedPipeline:
         spans = ((actions[index], part) for index, part in memory.points[:-1])
         times_s = [*(e.start_s + part * e.seconds for e, part in spans), actions[-1].end_s]
         memory_s, rows = sample_memory(np.array(times_s), memory.table)
-        return ReportData(cluster.ranks_per_node, (), memory_s, rows, traffic(sent, cluster))
+        return ReportData(
+            ranks_per_node=cluster.ranks_per_node,
+            memory_s=memory_s,
+            memory=rows,
+            traffic=traffic(sent, cluster),
+            programs=tuple(self._programs()),
+        )
+
+    def _programs(self) -> Iterator[StageProgram]:
+        """Programs of a middle micro-batch, then of the last one where they differ."""
+        backward = {action.kind for order in self.orders for action in order} - {"F"}
+        kinds = "".join(sorted(backward))
+        stages_of: dict[int, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            stages_of.setdefault(id(stage), []).append(index)
+        for own in stages_of.values():
+            each = self.stages[own[0]]
+            yield stage_program(own, each.programs.more, each.more, self.link.cluster, f"F{kinds}")
+        for own in stages_of.values():
+            each = self.stages[own[0]]
+            if each.last is not each.more:
+                yield stage_program(own, each.programs.last, each.last, self.link.cluster, kinds)
 
 
 def _summed(tables: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:

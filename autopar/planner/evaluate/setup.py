@@ -22,7 +22,8 @@ from autopar.passes.data_parallel.shard_parameters import is_sharded
 from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import NodeStrategies
-from autopar.plan.prediction import Prediction, TimelineEvent
+from autopar.plan.prediction import Prediction
+from autopar.plan.report_data import TimelineEvent
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.overlap_scheduler import schedule
 from autopar.report.plan import Plan

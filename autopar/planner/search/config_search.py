@@ -323,7 +323,8 @@ class _ConfigSearch:
         if self.cap is not None and not self.fits(candidate):
             return f"needs {human_bytes(candidate.needed_bytes - self.cap)} more than the cap"
         if candidate.step_s <= best.step_s:
-            return f"as fast, needs {human_bytes(candidate.needed_bytes - best.needed_bytes)} more"
+            more = candidate.needed_bytes - best.needed_bytes
+            return f"as fast, needs {human_bytes(more)} more" if more else "as fast"
         return slower(candidate.prediction, best.prediction)
 
     def with_bandwidth_sweep(self, plan: Plan, config: CandidateConfig) -> Plan:

@@ -30,8 +30,10 @@ def count(value: int) -> Markup:
 
 
 def amount(value: float) -> Markup:
-    """A number per second, to three digits or whole; the element keeps the exact number."""
+    """A number per second, to three digits, whole, or in millions; the element keeps it exactly."""
     text = f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    if value >= 1e7:
+        text = f"{value / 1e6:,.1f} million"
     return tag("data", text.replace(",", "\N{NARROW NO-BREAK SPACE}"), value=float(value))
 
 
@@ -67,20 +69,21 @@ def grid(
     return found
 
 
-def even_ticks(most: float, about: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from 0 to `most`."""
-    if most <= 0:
-        return [0.0]
-    rough = most / about
+def even_ticks(most: float, about: int = 5, least: float = 0.0) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, from `least` to `most`."""
+    if most <= least:
+        return [least]
+    rough = (most - least) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
-    return [step * i for i in range(int(most / step * (1 + 1e-9)) + 1)]
+    first = math.ceil(least / step * (1 - 1e-9))
+    return [step * i for i in range(first, int(most / step * (1 + 1e-9)) + 1)]
 
 
-def byte_ticks(most: float, about: int = 4) -> list[float]:
-    """Tick marks of bytes, in powers of 1024."""
+def byte_ticks(most: float, about: int = 4, least: float = 0.0) -> list[float]:
+    """Tick marks of bytes from `least` to `most`, even in the unit of `most`."""
     unit = 1024.0 ** max(0, math.floor(math.log(max(1.0, most), 1024)))
-    return [tick * unit for tick in even_ticks(most / unit, about)]
+    return [tick * unit for tick in even_ticks(most / unit, about, least / unit)]
 
 
 def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[float]:
@@ -93,7 +96,8 @@ def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[floa
         return powers
     between = (1, 2, 5) if base == 10 else (1, 2)
     steps = (float(base) ** power * k for power in range(first - 1, last + 1) for k in between)
-    return [step for step in steps if least * (1 - 1e-9) <= step <= most * (1 + 1e-9)]
+    found = [step for step in steps if least * (1 - 1e-9) <= step <= most * (1 + 1e-9)]
+    return found or [least, most]
 
 
 def tick_text(value: float) -> str:

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.plan.prediction import Prediction
+from autopar.plan.report_data import TimelineEvent
+from autopar.report.event_names import EventNames
 
 WIDTH = 1_000_000
 """Width of a step on a timeline, in units."""
@@ -16,11 +19,8 @@ WIDTH = 1_000_000
 MOST_PIECES = 6000
 """Maximum number of pieces of a timeline; short neighbours are merged beyond it."""
 
-HUES = 12
-"""Number of colours of micro-batches, used in rotation."""
-
-Row = tuple[str, str, float, float, str]
-"""Event of a prediction: name, stream, start and end in seconds, kind."""
+SHADES = 4
+"""Number of shades of the stages of a rank, used in rotation."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,10 @@ def place(at_s: float, step_s: float) -> int:
 
 def _streams(p: Prediction) -> list[Lane]:
     """Lanes of blocks, compute and each mesh axis."""
+    names_of = EventNames(p.events, p.report_data.calls)
     turn_s = min((s for _, phase, s, _ in p.report_data.spans if phase == "backward"), default=None)
 
-    def look(row: Row) -> str:
+    def look(row: TimelineEvent) -> str:
         name, stream, start_s, _, kind = row
         if stream != COMPUTE or kind == "wait":
             return kind
@@ -74,19 +75,21 @@ def _streams(p: Prediction) -> list[Lane]:
         for block, phase, start, end in p.report_data.spans
     )
     names = sorted({row[1] for row in p.events}, key=lambda name: (name != COMPUTE, name))
-    lanes = [Lane(name, _pieces(p, name, look)) for name in names]
+    lanes = [Lane(name, _pieces(p, name, look, names_of.of)) for name in names]
     return [Lane("blocks", blocks), *lanes] if blocks else lanes
 
 
 def _stages(p: Prediction) -> list[Lane]:
     """Lanes of each pipeline rank and its messages to neighbours."""
+    ranks = len(p.idle)
 
-    def look(row: Row) -> str:
-        action = re.fullmatch(r"\d+([FBIW])(\d+)", row[0])
-        return f"{action[1]} m{int(action[2]) % HUES}" if action else "optimizer"
+    def look(row: TimelineEvent) -> str:
+        if action := re.fullmatch(r"(\d+)([FBIW])\d+", row[0]):
+            return f"{action[2]} s{int(action[1]) // ranks % SHADES}"
+        return "optimizer" if row[0] == "optimizer" else "wait"
 
     found = []
-    for rank in range(len(p.idle)):
+    for rank in range(ranks):
         name = f"rank {rank}"
         found.append(Lane(name, _pieces(p, name, look)))
         others = {int(r[1].split()[-1]) for r in p.events if r[1].startswith(f"{name} to ")}
@@ -95,9 +98,14 @@ def _stages(p: Prediction) -> list[Lane]:
     return found
 
 
-def _pieces(p: Prediction, stream: str, look: Callable[[Row], str]) -> tuple[Piece, ...]:
+def _pieces(
+    p: Prediction,
+    stream: str,
+    look: Callable[[TimelineEvent], str],
+    name: Callable[[TimelineEvent], str] = itemgetter(0),
+) -> tuple[Piece, ...]:
     rows = (row for row in p.events if row[1] == stream)
-    found = (_piece(row[0], row[2], row[3], look(row), p.step_s) for row in rows)
+    found = (_piece(name(row), row[2], row[3], look(row), p.step_s) for row in rows)
     return tuple(sorted(found, key=lambda piece: piece.start))
 
 

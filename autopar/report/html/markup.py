@@ -34,17 +34,31 @@ def join(*children: object) -> Markup:
     return Markup("".join(_child(child) for child in children if child is not None))
 
 
-def table(headings: tuple[str, ...], rows: list[tuple[object, ...]], caption: str) -> Markup:
-    """A table that scrolls horizontally; a heading's trailing " >" marks a column of numbers."""
-    right = [heading.endswith(" >") for heading in headings]
+def table(
+    headings: tuple[str, ...],
+    rows: Iterable[tuple[object, ...]],
+    caption: str,
+    total: tuple[object, ...] | None = None,
+) -> Markup:
+    """A table that scrolls horizontally, on phones a list of cards.
+
+    A heading's trailing " >" marks a column of numbers. `total` is the last row.
+    """
     names = [heading.removesuffix(" >") for heading in headings]
-    kinds = ["number" if number else None for number in right]
+    kinds = ["number" if heading.endswith(" >") else None for heading in headings]
+
+    def row(cells: tuple[object, ...]) -> Markup:
+        columns = zip(cells, kinds, names, strict=True)
+        return tag("tr", *(tag("td", c, class_=k, data_label=n) for c, k, n in columns))
+
     head = (tag("th", n, scope="col", class_=k) for n, k in zip(names, kinds, strict=True))
-    body = (
-        tag("tr", *(tag("td", cell, class_=k) for cell, k in zip(row, kinds, strict=True)))
-        for row in rows
+    own = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *map(row, rows)),
+        tag("tfoot", row(total)) if total is not None else None,
     )
-    own = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body))
     return tag("div", own, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 

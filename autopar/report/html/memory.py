@@ -8,7 +8,7 @@ from typing import Any
 from autopar.formatting import human_bytes
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
-from autopar.report.html.figures import byte_ticks, share, size
+from autopar.report.html.figures import byte_ticks, seconds, share, size
 from autopar.report.html.lanes import WIDTH, place
 from autopar.report.html.markup import Markup, join, legend, section, table, tag
 
@@ -16,7 +16,7 @@ _HEIGHT = 1000  # height of the curve in SVG units
 _NEAR = 3.0  # maximum ratio of a drawn cap to the peak
 MEANS = {
     "parameters": "what this rank holds of them",
-    "optimizer": "its state",
+    "optimizer": "moments of AdamW, or those of another optimizer",
     "gradients": "until the optimizer has stepped",
     "buffers": "of the model, and workspaces",
     "inputs": "the batch",
@@ -24,10 +24,13 @@ MEANS = {
     "gathered": "whole parameters put together from shards",
     "buckets": "what collectives read and write",
     "in flight": "the same while they are under way",
-    "saved": "activations that the backward reads",
+    "saved": "kept by the forward for the backward",
     "transient": "everything else, while it is used",
 }
 """Descriptions of categories, from the bottom of the curve to the top."""
+
+SHOWN = {"saved": "activations", "optimizer": "optimizer state"}
+"""Categories that are shown under other names."""
 
 
 def memory(plan: PlanSpec) -> Markup:
@@ -35,24 +38,27 @@ def memory(plan: PlanSpec) -> Markup:
     p = plan.prediction
     if p is None:
         return Markup("")
-    rows: list[tuple[object, ...]] = [
-        (
-            join(tag("i", class_=f"swatch {_look(name)}"), name),
-            size(p.memory[name]),
-            _bar(p.memory[name], p),
-            MEANS[name],
-        )
-        for name in reversed(MEANS)
-        if p.memory.get(name)
+    rows = [
+        (join(tag("i", class_=f"swatch {_look(n)}"), shown(n)), size(b), _bar(b, p), MEANS[n])
+        for n, b in sorted(p.memory.items(), key=lambda item: -item[1])
+        if b
     ]
-    caption = "At the peak, of the rank that needs most"
+    caption = "What the rank that needs most holds at the peak"
     headings = ("category", "bytes >", "share", "what it is")
     lead = tag("p", *_says(plan, p), class_="lead")
-    return section("memory", "Memory", lead, table(headings, rows, caption))
+    total = ("total", size(p.peak_bytes), _bar(p.peak_bytes, p), "all tensors")
+    return section("memory", "Memory", lead, table(headings, rows, caption, total))
+
+
+def shown(name: str) -> str:
+    """The name of a category on the page and in traces."""
+    return SHOWN.get(name, name)
 
 
 def _says(plan: PlanSpec, p: Prediction) -> Sequence[object]:
-    parts: list[object] = ["Tensors hold at most ", size(p.peak_bytes), " on a rank; "]
+    at_s = peak_s(p)
+    parts: list[object] = ["Tensors hold at most ", size(p.peak_bytes), " on a rank"]
+    parts += [" (", seconds(at_s), " into the step", *_during(p, at_s), "); "]
     parts += ["torch's allocator reserves ", size(p.reserved_bytes), " for them"]
     if p.context_bytes:
         parts += [", and the process takes ", size(p.context_bytes), " of the GPU beside that"]
@@ -60,6 +66,21 @@ def _says(plan: PlanSpec, p: Prediction) -> Sequence[object]:
         return [*parts, ". No cap was given."]
     room = plan.memory_cap - p.needed_bytes
     return [*parts, ". Of the cap of ", size(plan.memory_cap), " ", size(room), " stay free."]
+
+
+def peak_s(p: Prediction) -> float:
+    """Time of the peak, in seconds."""
+    times, layers = _layers(p)
+    totals = [sum(column) for column in zip(*(row for _, row in layers), strict=True)]
+    return times[totals.index(max(totals))] if totals else 0.0
+
+
+def _during(p: Prediction, at_s: float) -> tuple[object, ...]:
+    """The block that runs at a time."""
+    for block, phase, start_s, end_s in p.report_data.spans:
+        if start_s <= at_s < end_s:
+            return (f", in the {phase} of {block or 'what is outside of blocks'}",)
+    return ()
 
 
 def _bar(nbytes: int, p: Prediction) -> Markup:
@@ -88,19 +109,25 @@ def curve(plan: PlanSpec, p: Prediction) -> Markup | None:
         return None
     cap, areas, sums = plan.memory_cap, list[Markup](), [0] * len(times)
     near = cap or 0 if (cap or 0) <= _NEAR * p.peak_bytes else 0
-    most = max(p.peak_bytes, near) * 1.04
+    most = max(p.peak_bytes, near) * 1.12
     for name, row in layers:
         sums = [below + own for below, own in zip(sums, row, strict=True)]
         areas.append(_area(name, times, sums, p.step_s, most))
-    marks = [_mark(tick, most, "") for tick in byte_ticks(most / 1.04) if tick]
-    line = None
-    if cap is not None and cap <= most:
-        line = tag("path", d=f"M0 {_y(cap, most)}H{WIDTH}", class_="cap")
-        marks.append(_mark(cap, most, "cap "))
+    marks = [_mark(tick, most, human_bytes(tick)) for tick in byte_ticks(most / 1.12) if tick]
+    lines = [tag("path", d=f"M{(at := place(peak_s(p), p.step_s))} 0V{_HEIGHT}", class_="peak")]
+    peak = f"peak {human_bytes(p.peak_bytes)}"
+    left = f"left:{at / WIDTH * 100:.4g}%;top:{(1 - p.peak_bytes / most) * 100:.4g}%"
+    side, other = ("peak before", "cap") if at > WIDTH / 2 else ("peak", "cap left")
+    marks.append(tag("span", tag("i", peak), class_=side, style=left, data_at=at))
+    if cap is not None and near:
+        lines.append(tag("path", d=f"M0 {_y(cap, most)}H{WIDTH}", class_="cap"))
+        marks.append(_mark(cap, most, f"cap {human_bytes(cap)}", other))
+    elif cap is not None:
+        marks.append(_mark(most, most, f"cap {human_bytes(cap)}, above", other))
     plot = tag(
         "svg",
         *reversed(areas),
-        line,
+        *lines,
         viewbox=f"0 0 {WIDTH} {_HEIGHT}",
         preserveaspectratio="none",
         role="img",
@@ -112,7 +139,7 @@ def curve(plan: PlanSpec, p: Prediction) -> Markup | None:
 
 def layers_legend(p: Prediction) -> Markup:
     """Legend of the curve."""
-    return legend(((_look(name), name) for name, _ in reversed(_layers(p)[1])), "memory:")
+    return legend(((_look(name), shown(name)) for name, _ in reversed(_layers(p)[1])), "memory:")
 
 
 def curve_data(p: Prediction) -> dict[str, Any]:
@@ -120,7 +147,7 @@ def curve_data(p: Prediction) -> dict[str, Any]:
     times, layers = _layers(p)
     return {
         "at": [place(at, p.step_s) for at in times],
-        "rows": [[name, _look(name), list(row)] for name, row in layers],
+        "rows": [[shown(name), list(row)] for name, row in layers],
     }
 
 
@@ -141,7 +168,6 @@ def _y(nbytes: float, most: float) -> int:
     return round(_HEIGHT * (1 - nbytes / most))
 
 
-def _mark(nbytes: float, most: float, what: str) -> Markup:
-    kind = "cap" if what else None
+def _mark(nbytes: float, most: float, text: str, kind: str | None = None) -> Markup:
     style = f"top:{(1 - nbytes / most) * 100:.4g}%"
-    return tag("span", f"{what}{human_bytes(nbytes)}", style=style, class_=kind)
+    return tag("span", tag("i", text), style=style, class_=kind)

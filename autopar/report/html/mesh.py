@@ -1,27 +1,30 @@
-"""Section on the mesh: axes, ranks and their parameters."""
+"""Section on the mesh: its ranks as one coloured grid, its axes, and its stages."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-from autopar.formatting import human_bytes
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.ir.placement import Placement, Shard
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.spec import PlanSpec
 from autopar.plan.strategy import MESH
 from autopar.report.html.figures import count, size
-from autopar.report.html.markup import Markup, section, table, tag
+from autopar.report.html.markup import Markup, legend, section, table, tag
 
-_MOST = 32  # maximum number of drawn ranks
-_WIDE, _TALL = 120, 36  # size of a rank's bar in SVG units
+MOST_RANKS = 1024
+"""Maximum number of drawn ranks."""
+
+_COLUMNS, _HUES, _SHADES = 32, 12, 8  # maximum number of columns, of colours, and of their shades
+_CELL, _GAP, _APART = 10, 1, 3  # size of a field, and gaps between fields and nodes, in SVG units
 _DOES = {
-    "pp": "stages of the model, one after the other",
-    "dp": "rows of the batch",
-    "cp": "activations inside of the model; parameters are whole",
+    "pp": "the model into stages, one after the other",
+    "dp": "the rows of the batch",
+    "cp": "activations; parameters are whole",
     "tp": "operators and their parameters",
     "ep": "operators and their parameters, among neighbours",
 }
@@ -47,23 +50,35 @@ class Portion:
 
 def mesh(plan: PlanSpec) -> Markup:
     """Renders the section."""
-    portions = portions_of(plan)
-    axes = tuple((axis, ranks) for axis, ranks in plan.mesh if ranks > 1) or plan.mesh[-1:]
-    shown = _shown(axes)
-    drawn = prod(len(places) for places in shown.values())
-    lead = (
-        "Each field is a rank, its bar the whole model: from left to right stages and kinds of "
-        "parameters, as wide as they are large; filled is what the rank holds between steps."
-    )
-    if drawn < plan.world_size:
-        lead += f" {drawn} of {plan.world_size} ranks are drawn, the others are like them."
+    shown = drawn_ranks(plan)
     return section(
         "mesh",
-        "The mesh, and what each rank holds",
+        "Mesh",
+        tag("p", *_says(plan, len(shown)), class_="lead"),
+        *_grid(plan, shown),
         _axes(plan),
-        tag("p", lead, class_="lead"),
-        tag("div", *_level(plan, portions, shown, {}), class_="mesh"),
+        _stages(plan.pipeline) if plan.pipeline else None,
     )
+
+
+def drawn_ranks(plan: PlanSpec) -> list[int]:
+    """All ranks, or of more than MOST_RANKS those of the first data-parallel ranks."""
+    beside = plan.world_size // max(1, plan.dp_size)
+    most = max(1, MOST_RANKS // beside)
+    place = plan.mesh_coordinate
+    return [r for r in range(plan.world_size) if place(r).get(DATA_AXIS, 0) < most]
+
+
+def _says(plan: PlanSpec, drawn: int) -> Iterator[str]:
+    yield "Each field is a rank, gaps separate nodes. "
+    if _parts(plan) > 1:
+        yield "Ranks of one colour compute the same part of the model, each on rows of its own. "
+    else:
+        yield "Every rank computes the whole model, on rows of its own. "
+    if _shards(plan) > 1:
+        yield "Shades are its shards: what ZeRO divides among them. "
+    if drawn < plan.world_size:
+        yield f"{drawn:,} of {plan.world_size:,} ranks are drawn; further rows are like them. "
 
 
 def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
@@ -120,83 +135,90 @@ def _axes(plan: PlanSpec) -> Markup:
         over = sum(n for name, n in plan.sent_bytes if name.partition(".")[0] == axis)
         rows.append((axis, count(ranks), divides, size(over)))
     headings = ("axis", "ranks >", "divides", "a rank sends a step >")
-    return table(headings, rows, "Axes of the mesh, the last one among neighbours")
+    sent = sum(nbytes for _, nbytes in plan.sent_bytes)
+    total = ("total", count(plan.world_size), "", size(sent))
+    return table(headings, rows, "Axes of the mesh, the last one among neighbours", total)
 
 
-def _shown(axes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
-    """Coordinates drawn on each axis: the first ones and the last one.
-
-    Data-parallel coordinates are omitted first and pipeline coordinates last, because data-parallel
-    ranks are the most similar.
-    """
-    numbers = dict(axes)
-    for axis in sorted(numbers, key=lambda axis: (axis == "pp", axis in MESH)):
-        beside = prod(numbers.values()) // numbers[axis]
-        numbers[axis] = min(numbers[axis], max(2, _MOST // beside))
-    return {
-        axis: [*range(numbers[axis] - 1), size - 1] if numbers[axis] < size else list(range(size))
-        for axis, size in axes
-    }
+def _part(plan: PlanSpec, rank: int) -> tuple[tuple[str, int], ...]:
+    """Coordinates of a rank on the axes that divide the model."""
+    place, sizes = plan.mesh_coordinate(rank), dict(plan.mesh)
+    return tuple((a, place[a]) for a in sizes if a in ("pp", *MESH) and sizes[a] > 1)
 
 
-def _level(
-    plan: PlanSpec,
-    portions: Sequence[Portion],
-    shown: Mapping[str, list[int]],
-    outer: dict[str, int],
-) -> Iterator[Markup]:
-    """Groups of ranks along the outermost axis that `outer` lacks, with nested inner axes."""
-    axis, *inner = [axis for axis in shown if axis not in outer]
-    before = -1
-    for at in shown[axis]:
-        if at != before + 1:
-            yield tag("p", f"… {at - before - 1} more", class_="gap")
-        before, own = at, outer | {axis: at}
-        if not inner:
-            yield _rank(plan, portions, own, f"{axis} {at}")
-            continue
-        stages = _stage_names(plan.pipeline, at) if axis == "pp" and plan.pipeline else ""
-        caption = tag("p", f"{axis} {at}", tag("small", stages))
-        parts = tag("div", *_level(plan, portions, shown, own), class_="ranks")
-        yield tag("div", caption, parts, class_="group")
+def _parts(plan: PlanSpec) -> int:
+    return prod(ranks for axis, ranks in plan.mesh if axis in ("pp", *MESH))
 
 
-def _stage_names(pipeline: Pipeline, rank: int) -> str:
-    """First parameter of each stage of a pipeline rank."""
-    found = []
-    for stage in pipeline.stages_of(rank):
-        owners = pipeline.owners.items()
-        first = next((name for name, owner in owners if owner == stage), "nothing")
-        found.append(f"stage {stage} from {first}")
-    return "; ".join(found)
+def _shards(plan: PlanSpec) -> int:
+    """Number of data-parallel ranks that ZeRO shards over."""
+    if not any(stage for _, stage in plan.zero_stages):
+        return 1
+    return dict(plan.storage).get(DATA_STORAGE_AXES[1], plan.dp_size)
 
 
-def _rank(
-    plan: PlanSpec, portions: Sequence[Portion], place: Mapping[str, int], where: str
-) -> Markup:
-    """One rank, with a bar of the model that is filled with the rank's part."""
-    number = 0
-    for axis, ranks in plan.mesh:
-        number = number * ranks + place.get(axis, 0)
-    own = {portion: interval for portion, *interval in _held(plan, portions, number)}
-    whole, x, path = sum(p.nbytes for p in portions), 0.0, []
-    for portion in portions:
-        wide = portion.nbytes / (whole or 1) * _WIDE
-        if portion in own:
-            low, high = own[portion]
-            y, tall = low * _TALL, max(1.0, (high - low) * _TALL)
-            path.append(f"M{x:.4g} {y:.4g}h{wide:.4g}v{tall:.4g}h-{wide:.4g}z")
-        x += wide
-    held = held_bytes(plan, portions, number)
-    said = f"rank {number} holds {human_bytes(held)} of {human_bytes(whole)} of parameters"
-    bar = tag(
-        "svg",
-        tag("title", said),
-        tag("rect", width=_WIDE, height=_TALL, class_="whole"),
-        tag("path", d="".join(path), class_="held"),
-        viewbox=f"0 0 {_WIDE} {_TALL}",
-        role="img",
-        preserveaspectratio="none",
+def _grid(plan: PlanSpec, ranks: Sequence[int]) -> Iterator[Markup]:
+    """The picture, its data for the page's script, and its legend."""
+    p = plan.prediction
+    node = (p.report_data.ranks_per_node if p is not None else 0) or len(ranks)
+    columns = _columns(len(ranks), node)
+    parts = list(dict.fromkeys(_part(plan, rank) for rank in ranks))
+    hues, shards = {part: i % _HUES for i, part in enumerate(parts)}, _shards(plan)
+    paths: dict[tuple[int, int], list[str]] = {}
+    for at, rank in enumerate(ranks):
+        shard = plan.mesh_coordinate(rank).get(DATA_AXIS, 0) % shards
+        key = hues[_part(plan, rank)], shard * _SHADES // shards
+        x, y = _left(at % columns, node), at // columns * (_CELL + _GAP)
+        paths.setdefault(key, []).append(f"M{x} {y}h{_CELL}v{_CELL}h-{_CELL}z")
+    width, height = _left(columns, node), -(-len(ranks) // columns) * (_CELL + _GAP)
+    fields = (
+        tag("path", d="".join(own), class_=f"h{hue}", fill_opacity=1 - shade * 0.08)
+        for (hue, shade), own in paths.items()
     )
-    small = tag("small", where), bar, tag("small", size(held))
-    return tag("div", tag("b", f"rank {number}"), *small, class_="rank")
+    names = [" × ".join(f"{axis} {at}" for axis, at in part) for part in parts]
+    yield tag(
+        "svg",
+        *fields,
+        viewbox=f"0 0 {width} {height}",
+        style=f"max-width:{min(44, 2.8 * columns):g}rem",
+        class_="grid-of-ranks",
+        role="img",
+        aria_label=f"{len(ranks)} ranks, {len(parts)} parts of the model",
+    )
+    portions = portions_of(plan)
+    data = {
+        "columns": columns,
+        "node": node,
+        "cell": [_CELL, _GAP, _APART],
+        "ranks": ranks,
+        "mesh": plan.mesh,
+        "held": [round(held_bytes(plan, portions, rank)) for rank in ranks],
+    }
+    yield tag("script", Markup(json.dumps(data)), type="application/json", id="ranks")
+    if len(parts) > 1:
+        rest = len(parts) - _HUES
+        more = [("", f"and {rest} more, in the same colours")] if rest > 0 else []
+        yield legend([*((f"h{i}", name) for i, name in enumerate(names[:_HUES])), *more])
+
+
+def _columns(ranks: int, node: int) -> int:
+    """Whole nodes in a row, as many as divide the ranks evenly."""
+    fitting = [n for n in range(node, _COLUMNS + 1, node) if ranks % n == 0]
+    return max(fitting, default=min(ranks, _COLUMNS))
+
+
+def _left(column: int, node: int) -> int:
+    return column * (_CELL + _GAP) + column // node * _APART
+
+
+def _stages(pipeline: Pipeline) -> Markup:
+    """Table of the first parameter of each stage."""
+    first: dict[int, str] = {}
+    for name, stage in pipeline.owners.items():
+        first.setdefault(stage, name)
+    rows = [
+        (str(rank), str(stage), tag("code", first.get(stage, "no parameter")))
+        for rank in range(pipeline.ranks)
+        for stage in pipeline.stages_of(rank)
+    ]
+    return table(("pp rank", "stage", "from"), rows, "Stages of the pipeline")

@@ -23,9 +23,11 @@ function lastBelow(numbers, value) {
   return low - 1;
 }
 
-/** What an action of a pipeline is: "2B4" is the backward of micro-batch 4 on stage 2. */
+/** An action of a pipeline: "2B4" is the backward of micro-batch 4 on stage 2. */
+const ACTION = /^(\d+)([FBIW])(\d+)$/;
+
 function spelled(name) {
-  const action = name.match(/^(\d+)([FBIW])(\d+)$/);
+  const action = name.match(ACTION);
   if (!action) return name;
   const kinds = { F: "forward", B: "backward", I: "gradients of inputs", W: "gradients of parameters" };
   return `${kinds[action[2]]} of micro-batch ${action[3]} on stage ${action[1]} (${name})`;
@@ -51,6 +53,8 @@ class Timeline {
     this.plots = [...root.querySelectorAll(".plot svg")];
     this.ticks = root.querySelector(".ticks");
     this.reading = root.parentElement.querySelector(".reading");
+    this.peak = root.querySelector(".marks .peak");
+    this.marked = "";
     this.cross = root.appendChild(document.createElement("div"));
     this.cross.className = "cross";
     this.cross.hidden = true;
@@ -126,6 +130,7 @@ class Timeline {
     if (!this.pointers.size) this.root.classList.remove("moving");
     if (event.type === "pointerleave" || event.pointerType !== "mouse") {
       this.cross.hidden = true;
+      this.mark("");
       show("");
     }
   }
@@ -155,6 +160,7 @@ class Timeline {
     };
     const index = this.plots.findIndex(inside);
     const text = this.cross.hidden || index < 0 ? "" : this.says(index, at, event.clientY);
+    this.mark(text.match(/\bmicro-batch (\d+)/)?.[1] ?? "");
     show(text, event.clientX, event.clientY);
     if (text) this.reading.textContent = text.replaceAll("\n", " · ");
   }
@@ -166,9 +172,31 @@ class Timeline {
     const lane = lanes[lanes.length - 1], piece = this.piece(lane, at);
     if (!piece) return "";
     const [start, width, name, look] = piece, unit = this.data.step / WIDTH;
-    const block = this.block(lane, at), kind = lane.looks[look].replace(/^[FBIW] m\d+$/, lane.top ? "sent" : "compute").replaceAll("_", "-");
+    const block = this.block(lane, at), kind = lane.looks[look].replace(/^[FBIW] s\d+$/, lane.top ? "sent" : "compute").replaceAll("_", "-");
     const parts = [spelled(name), `${lane.name}: ${kind}`, `${time(width * unit)} from ${time(start * unit)}`];
     return [...parts, ...block].join("\n");
+  }
+
+  /** Marks the boxes of a micro-batch on all ranks. */
+  mark(micro) {
+    if (micro === this.marked) return;
+    this.marked = micro;
+    this.data.tracks.forEach(([lane], index) => {
+      this.plots[index].querySelector(".marked")?.remove();
+      const boxes = micro ? lane.pieces.filter((piece) => piece[2].match(ACTION)?.[3] === micro) : [];
+      if (!boxes.length) return;
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("class", "marked");
+      path.setAttribute("d", boxes.map(([start, width]) => `M${start} 1h${width}v24h-${width}z`).join(""));
+      this.plots[index].append(path);
+    });
+  }
+
+  /** Shows an interval with some space around it. */
+  reveal(from, to) {
+    const room = Math.max(0.5 * (to - from), WIDTH / 500);
+    this.set(from - room, to - from + 2 * room);
+    this.root.focus({ preventScroll: true });
   }
 
   piece(lane, at) {
@@ -190,9 +218,9 @@ class Timeline {
 
   memory(at) {
     const { at: times, rows } = this.data.memory, index = Math.max(0, lastBelow(times, at));
-    const held = rows.map(([name, , row]) => [row[index], name]).filter(([count]) => count);
+    const held = rows.map(([name, row]) => [row[index], name]).filter(([count]) => count);
     const total = held.reduce((sum, [count]) => sum + count, 0);
-    const lines = held.reverse().map(([count, name]) => `${name} ${bytes(count)}`);
+    const lines = held.sort(([a], [b]) => b - a).map(([count, name]) => `${name} ${bytes(count)}`);
     return [`${bytes(total)} at ${time(times[index] / WIDTH * this.data.step)}`, ...lines].join("\n");
   }
 
@@ -202,6 +230,12 @@ class Timeline {
       plot.setAttribute("viewBox", `${this.from} 0 ${this.span} ${height}`);
     }
     this.drawTicks();
+    if (this.peak) {
+      const at = (this.peak.dataset.at - this.from) / this.span;
+      this.peak.style.left = `${at * 100}%`;
+      this.peak.hidden = at < 0 || at > 1;
+      this.peak.classList.toggle("before", at > 0.5);
+    }
     this.data.tracks.forEach((lanes, index) => this.drawNames(lanes[0], this.plots[index]));
   }
 
@@ -222,13 +256,14 @@ class Timeline {
   /** Writes names where there is room for them. */
   drawNames(lane, plot) {
     const scale = plot.clientWidth / this.span, found = [];
-    for (const [start, width, name] of lane.pieces) {
+    for (const [start, width, name, look] of lane.pieces) {
       const left = clamp((start - this.from) * scale, 0, plot.clientWidth);
       const right = clamp((start + width - this.from) * scale, 0, plot.clientWidth);
-      const room = (right - left - 8) / 7.5, short = name.slice(name.lastIndexOf(".") + 1).replace(/^\d+(?=[A-Z])/, "");
+      const room = (right - left - 5) / 7.5, short = name.slice(name.lastIndexOf(".") + 1).replace(/^\d+(?=[A-Z])/, "").split(" ")[0];
       if (room < Math.min(4, short.length)) continue;
       const text = document.createElement("span");
-      text.textContent = room < name.length ? short : name;
+      text.className = lane.looks[look];
+      text.textContent = room < name.length || ACTION.test(name) ? short : name;
       text.style.left = `${left}px`;
       text.style.width = `${right - left}px`;
       found.push(text);
@@ -237,8 +272,42 @@ class Timeline {
   }
 }
 
-const data = document.getElementById("timeline");
-if (data) new Timeline(document.querySelector(".zoom"), JSON.parse(data.textContent));
+/** Says which rank is under the pointer. */
+function tellRanks(picture, { columns, node, cell: [size, gap, apart], ranks, mesh, held }) {
+  const rankAt = (event) => {
+    const box = picture.getBoundingClientRect(), scale = picture.viewBox.baseVal.width / box.width;
+    const x = (event.clientX - box.left) * scale, y = (event.clientY - box.top) * scale;
+    const left = (column) => column * (size + gap) + Math.floor(column / node) * apart;
+    const starts = Array.from({ length: columns }, (_, column) => left(column));
+    const at = Math.floor(y / (size + gap)) * columns + Math.max(0, lastBelow(starts, x));
+    return at >= 0 && at < ranks.length ? at : -1;
+  };
+  const tell = (event) => {
+    const at = rankAt(event);
+    if (at < 0) return show("");
+    let rest = ranks[at];
+    const place = [...mesh].reverse().map(([axis, count]) => {
+      const own = rest % count;
+      rest = Math.floor(rest / count);
+      return `${axis} ${own}`;
+    });
+    const lines = [`rank ${ranks[at]}, node ${Math.floor(ranks[at] / node)}`, place.reverse().join(" × ")];
+    show([...lines, `stores ${bytes(held[at])} of parameters`].join("\n"), event.clientX, event.clientY);
+  };
+  picture.addEventListener("pointermove", tell);
+  picture.addEventListener("pointerdown", tell);
+  picture.addEventListener("pointerleave", () => show(""));
+}
+
+const own = (id) => JSON.parse(document.getElementById(id)?.textContent ?? "null");
+const step = own("timeline"), ranks = own("ranks");
+if (ranks) tellRanks(document.querySelector(".grid-of-ranks"), ranks);
+if (step) {
+  const timeline = new Timeline(document.querySelector(".zoom"), step);
+  for (const link of document.querySelectorAll(".when")) {
+    link.addEventListener("click", () => timeline.reveal(+link.dataset.from, +link.dataset.to));
+  }
+}
 
 for (const button of document.querySelectorAll(".copy")) {
   button.onclick = async () => {

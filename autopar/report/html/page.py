@@ -12,15 +12,16 @@ from autopar.report.html.mesh import mesh
 from autopar.report.html.sources import sources, texts
 from autopar.report.html.summary import summary
 from autopar.report.html.timeline import timeline
-from autopar.report.html.traffic import exposed, traffic
+from autopar.report.html.traffic import traffic
+from autopar.report.html.waits import waits
 
 _SECTIONS = {
-    "mesh": ("Mesh", mesh),
-    "step": ("Step", timeline),
+    "step": ("Timeline", timeline),
     "memory": ("Memory", memory),
-    "waits": ("Waits", exposed),
-    "traffic": ("Messages", traffic),
-    "others": ("Others", runners),
+    "waits": ("Waits", waits),
+    "others": ("Alternatives", runners),
+    "mesh": ("Mesh", mesh),
+    "traffic": ("Bandwidth", traffic),
     "sources": ("Sources", sources),
     "text": ("Text", texts),
 }

@@ -7,6 +7,7 @@ import json
 from autopar.cost_model.cost import KINDS
 from autopar.formatting import human_bytes
 from autopar.plan.spec import PlanSpec
+from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import explain
 from autopar.report.html.figures import count
 from autopar.report.html.markup import Markup, join, legend, section, tag
@@ -28,6 +29,10 @@ def sources(plan: PlanSpec) -> Markup:
     if p is not None and p.provenance:
         parts.append(_kinds({kind: p.provenance.get(kind, 0) for kind in KINDS}))
         parts.append(tag("p", "Cluster: ", plan.cluster or "not named", class_="lead"))
+    if p is not None:
+        step, memory = step_interval(p), memory_interval(p)
+        bars = f"nine in ten of {step.source} for times, of {memory.source} for memory"
+        parts.append(tag("p", f"Ranges (“… to …”) span {bars}.", class_="lead"))
     if plan.notes:
         parts.append(tag("ul", *(tag("li", note) for note in plan.notes), class_="notes"))
     parts.append(
@@ -39,7 +44,7 @@ def sources(plan: PlanSpec) -> Markup:
             class_="lead",
         )
     )
-    return section("sources", "Where the figures come from", *parts)
+    return section("sources", "Sources of the figures", *parts)
 
 
 def _kinds(kinds: dict[str, int]) -> Markup:
@@ -66,9 +71,9 @@ def texts(plan: PlanSpec) -> Markup:
         note = tag("p", f"{left}: save the plan to have these.", class_="lead")
     return section(
         "text",
-        "The plan, for copying",
-        _text("As text", f"{table(plan)}\n\n{explain(plan)}"),
-        _text(f"As JSON, {human_bytes(len(text))}", text, note),
+        "The plan as text",
+        _text("Text", f"{table(plan)}\n\n{explain(plan)}"),
+        _text(f"JSON, {human_bytes(len(text))}", text, note),
     )
 
 

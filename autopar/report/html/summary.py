@@ -1,16 +1,18 @@
-"""Head of the page: the plan in five figures, and the parts of a step."""
+"""Head of the page: the verdict, the plan in a few figures, and the parts of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from autopar.formatting import human_bytes
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
 from autopar.report.error_bars import PredictionInterval, memory_interval, step_interval
+from autopar.report.explain import parts_of_step
 from autopar.report.html.figures import amount, count, seconds, seconds_text, share, size
 from autopar.report.html.markup import Markup, join, legend, tag
-from autopar.report.verdict import verdict_lines
+from autopar.report.precision import precision_line
+from autopar.report.verdict import EQUAL
 
 _LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
 
@@ -27,27 +29,56 @@ def summary(plan: PlanSpec) -> Markup:
     tiles = [_tile("Ranks", count(plan.world_size), mesh)]
     if p is not None:
         tiles += _predicted(plan, p)
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
     return tag(
         "header",
         tag("p", "autopar plan", class_="brand"),
         tag("h1", f"{plan.model} on {ranks}"),
         tag("p", plan.name, class_="name"),
-        *(tag("p", line, class_="note") for line in verdict_lines(plan)),
+        *(tag("p", line, class_="name") for line in precision_line(plan)),
+        tag("ul", *_verdict(plan, p), class_="verdict") if p else tag("p", _NOTHING, class_="note"),
         tag("dl", *tiles, class_="tiles"),
-        _goes(p) if p is not None else tag("p", _NOTHING, class_="note"),
+        _goes(p) if p is not None else None,
     )
+
+
+def _verdict(plan: PlanSpec, p: Prediction) -> Iterator[Markup]:
+    """Whether the plan fits, what bounds it, and its gain over DDP and FSDP."""
+    needs = "A rank needs ", size(p.needed_bytes)
+    if plan.memory_cap is None:
+        yield _line("Memory:", *needs, "; no cap was given.")
+    elif (room := plan.memory_cap - p.needed_bytes) >= 0:
+        yield _line("It fits:", size(room), " of ", size(plan.memory_cap), " a rank stay free.")
+    else:
+        yield _line("It does not fit:", *needs, " of ", size(plan.memory_cap), ".")
+    parts = parts_of_step(p)
+    first = max(parts, key=lambda name: parts[name])
+    part = parts[first] / p.step_s if p.step_s else 0.0
+    yield _line("Bound by", f"{first}: ", seconds(parts[first]), ", ", share(part), " of the step.")
+    found = plan.search
+    if found is None or (gain := found.gain(p.step_s)) is None:
+        known = found is not None and (found.ddp or found.fsdp)
+        yield _line("DDP and FSDP:", "neither fits." if known else "not predicted.")
+    else:
+        than = f" the best of DDP and FSDP ({found.baseline}: {seconds_text(found.baseline_s)})."
+        if abs(gain) < EQUAL:
+            yield _line("As fast as", than)
+        else:
+            yield _line(f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}", " than", than)
+
+
+def _line(first: str, *rest: object) -> Markup:
+    return tag("li", tag("b", first), " ", *rest)
 
 
 def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
     waits = p.exposed_s / p.step_s if p.step_s else 0.0
-    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(p.provenance.items()))
-    within = *_bounds(step_interval(p), p.step_s, seconds), "; "
-    held = "; ", *_bounds(memory_interval(p), p.peak_bytes, size)
     found = [
-        _tile("Step", seconds(p.step_s), *within, f"predicted from figures: {kinds}"),
+        _tile(
+            "Step", seconds(p.step_s), *_bounds(step_interval(p), p.step_s, seconds, seconds_text)
+        ),
         *_throughput(plan, p),
-        _tile("Memory of a rank", size(p.peak_bytes), *_cap(plan, p), *held),
+        _tile("Memory of a rank", size(p.peak_bytes), *_memory(plan, p)),
         _tile("Waits for messages", seconds(p.exposed_s), share(waits), " of the step"),
     ]
     if p.stages:
@@ -68,24 +99,31 @@ def _throughput(plan: PlanSpec, p: Prediction) -> list[Markup]:
     more: tuple[object, ...] = slow, " to ", fast
     if used:
         low, high = map(share, step_interval(p).of_rate(used))
-        more += "; ", share(used), " (", low, " to ", high, ") of the devices' peak, in model FLOPs"
+        more += "; ", share(used), " (", low, " to ", high, ") of the devices' peak"
     return [_tile(f"{kind} a second", amount(done / p.step_s), *more)]
 
 
 def _bounds(
-    bar: PredictionInterval, value: float, figure: Callable[[float], Markup]
+    bar: PredictionInterval,
+    value: float,
+    figure: Callable[[float], Markup],
+    text: Callable[[float], str],
 ) -> tuple[object, ...]:
-    low, high = map(figure, bar.of(value))
-    return low, " to ", high, f" as nine in ten of {bar.source}"
+    """Interval of a figure; the section on sources says of what."""
+    low, high = bar.of(value)
+    return (figure(low),) if text(low) == text(high) else (figure(low), " to ", figure(high))
 
 
-def _cap(plan: PlanSpec, p: Prediction) -> tuple[object, ...]:
+def _memory(plan: PlanSpec, p: Prediction) -> tuple[object, ...]:
+    """Interval of the peak, and the part of the cap that is needed, with a gauge."""
+    within = *_bounds(memory_interval(p), p.peak_bytes, size, human_bytes), " of tensors"
     if plan.memory_cap is None:
-        return ("at the peak; no cap was given",)
+        return (*within, "; no cap was given")
     part = p.needed_bytes / plan.memory_cap
     width = f"width:{min(1.0, part) * 100:.4g}%"
     gauge = tag("span", tag("i", style=width), class_="bar", aria_hidden="true")
-    return share(part), " of the cap of ", size(plan.memory_cap), " is needed", gauge
+    needed = share(part), " of the cap of ", size(plan.memory_cap), " is needed"
+    return (*within, "; ", *needed, gauge)
 
 
 def _tile(name: str, figure: object, *more: object) -> Markup:
@@ -118,4 +156,4 @@ def _goes(p: Prediction) -> Markup:
         aria_label="; ".join(titles.values()),
     )
     rows = ((looks[name], name, " ", seconds(s)) for name, s in shown.items())
-    return join(tag("h2", "Where a step goes"), bar, legend(rows))
+    return join(tag("h2", "Parts of a step"), bar, legend(rows))

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import even_ticks, tick_text
-from autopar.report.html.lanes import HUES, WIDTH, Lane, lanes_of
+from autopar.report.html.lanes import WIDTH, Lane, lanes_of
 from autopar.report.html.markup import Markup, legend, section, tag
 from autopar.report.html.memory import curve, curve_data, layers_legend
 
@@ -18,7 +18,11 @@ _LOOKS = {
     "forward": "forward",
     "backward": "backward",
     "optimizer": "optimizer",
-    "wait": "standing still for a collective",
+    "wait": "waiting",
+    "F": "F: forward",
+    "B": "B: backward",
+    "I": "I: gradients of inputs",
+    "W": "W: gradients of parameters",
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -42,7 +46,7 @@ def timeline(plan: PlanSpec) -> Markup:
     safe = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return section(
         "step",
-        "One step",
+        "Timeline of a step",
         tag("p", _says(plan, p), class_="lead"),
         tag(
             "figure",
@@ -50,7 +54,7 @@ def timeline(plan: PlanSpec) -> Markup:
             tag(
                 "div",
                 _axis(p.step_s),
-                *(_track(track) for track in tracks),
+                *(_track(track, _label(plan, track[0])) for track in tracks),
                 curve(plan, p),
                 class_="zoom",
                 tabindex=0,
@@ -68,14 +72,15 @@ def timeline(plan: PlanSpec) -> Markup:
 def _says(plan: PlanSpec, p: Prediction) -> str:
     if plan.pipeline is None:
         return (
-            "What the rank with the most to do runs, and what is under way over each axis. "
-            "Compute stands still where it waits for a collective."
+            "The rank with the most to do: its blocks and operators, and below them the messages "
+            "under way over each axis. Compute waits where it needs a message that is not there."
         )
     waits = ", ".join(f"{share:.0%}" for share in p.idle)
+    shades = " The shade is the stage on its rank." if plan.pipeline.stages_per_rank > 1 else ""
     return (
-        f"Each rank of the pipeline: {plan.pipeline}, each in a colour of its own; backwards are "
-        "darker. Thin lines are what is sent to neighbours. The ranks wait "
-        f"{waits} of the step."
+        f"Each rank of the pipeline ({plan.pipeline}). F3 is the forward of micro-batch 3.{shades} "
+        "Thin lines are messages to neighbours. Pointing at a box marks its micro-batch on all "
+        f"ranks. The ranks wait {waits} of the step."
     )
 
 
@@ -109,7 +114,7 @@ def _top(lane: Lane) -> int:
     return 0 if not lane.part else _TALL + 1 + (lane.part - 1) * (_THIN + 1)
 
 
-def _track(track: list[Lane]) -> Markup:
+def _track(track: list[Lane], label: str) -> Markup:
     thin = len(track) - 1
     height = _TALL + thin * (_THIN + 1)
     plot = tag(
@@ -121,11 +126,19 @@ def _track(track: list[Lane]) -> Markup:
         role="img",
         aria_label=f"{track[0].name}: {len(track[0].pieces)} pieces",
     )
-    name = tag("span", track[0].name, class_="label", title=track[0].name)
+    name = tag("span", label, class_="label", title=label)
     kind = "row plot blocks" if track[0].name == "blocks" else "row plot"
     return tag(
         "div", name, tag("div", plot, tag("div", class_="names"), class_="area"), class_=kind
     )
+
+
+def _label(plan: PlanSpec, lane: Lane) -> str:
+    """Name of a row, with the stages of a pipeline rank."""
+    if plan.pipeline is None or not lane.name.startswith("rank "):
+        return lane.name
+    stages = plan.pipeline.stages_of(int(lane.name.split()[1]))
+    return f"{lane.name}, stage {', '.join(map(str, stages))}"
 
 
 def _paths(lane: Lane) -> Iterable[Markup]:
@@ -149,7 +162,9 @@ def _data(lane: Lane) -> dict[str, object]:
 
 def _legend(lanes: Iterable[Lane]) -> Markup:
     """Legend of the colours."""
-    looks = dict.fromkeys(piece.look for lane in lanes for piece in lane.pieces)
-    known = [(look, text) for look, text in _LOOKS.items() if look in looks]
-    micro = sorted({int(look.split("m")[-1]) for look in looks if " m" in look})
-    return legend([*known, *((f"F m{m}", f"micro-batch {m}") for m in micro[:HUES])])
+    looks = {piece.look for lane in lanes for piece in lane.pieces}
+    bases = {look.split()[0] for look in looks}
+    known = [(look, text) for look, text in _LOOKS.items() if look in bases]
+    shades = sorted({look.split()[1] for look in looks if " s" in look})
+    later = [(f"F {shade}", f"stage {shade[1:]} of a rank") for shade in shades]
+    return legend([*known, *(later if len(later) > 1 else ())])

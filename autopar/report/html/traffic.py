@@ -1,7 +1,6 @@
-"""Sections on exposed collectives, and on messages: cost curves, measured points, sizes in a step.
+"""Section on messages: bandwidth by message size, and the messages of a step.
 
-Charts show bandwidth over message size. Bandwidth rises until the link is saturated, as in a
-roofline.
+Bandwidth rises until the link is saturated, as in a roofline.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.cost_model.simulator.exposure import CAUSES, Exposure
 from autopar.formatting import human_bytes
-from autopar.plan.prediction import Traffic
+from autopar.plan.report_data import Traffic
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import (
     count,
@@ -27,13 +25,6 @@ from autopar.report.html.markup import Markup, section, table, tag
 _MOST = 9  # maximum number of charts; the table lists all collectives
 _WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # size and margins of a chart
 
-_LOOKS = dict(zip(CAUSES, ("g-wait", "g-memory", "g-depends"), strict=True))
-_MEANS = {
-    "the link": "queued behind other messages, or shared links with them",
-    "memory": "sent later than it could have been, to hold less",
-    "data dependence": "sent as soon as it was there, and needed at once",
-}
-
 Scale = Callable[[float], float]
 
 
@@ -45,19 +36,29 @@ def traffic(plan: PlanSpec) -> Markup:
         return Markup("")
     order = sorted(items, key=_seconds, reverse=True)
     headings = ("collective", "over", "groups", "messages >", "bytes >", "alone >", "times are")
-    caption = "The messages of a rank in a step; times of each alone"
+    caption = "Messages of a rank in a step; times of each alone"
+    sums = count(sum(map(_messages, items))), size(sum(map(_bytes, items)))
+    total = "total", "", "", *sums, seconds(sum(map(_seconds, items))), ""
     return section(
         "traffic",
-        "Messages, under their roofs",
+        "Bandwidth by message size",
         tag(
             "p",
-            "How fast messages go by their size: what was timed (rings), the curve that prices it, "
-            "with its error, and the messages of this plan (dots, larger where they take longer).",
+            "Rings are timed messages, the line is the curve that prices messages, with its error. "
+            "Dots are the messages of this plan, larger where they take longer.",
             class_="lead",
         ),
         tag("div", *(_figure(item) for item in order[:_MOST]), class_="charts"),
-        table(headings, [_row(item) for item in order], caption),
+        table(headings, map(_row, order), caption, total),
     )
+
+
+def _messages(item: Traffic) -> int:
+    return sum(times for _, times, _ in item.sent)
+
+
+def _bytes(item: Traffic) -> int:
+    return sum(nbytes * times for nbytes, times, _ in item.sent)
 
 
 def _seconds(item: Traffic) -> float:
@@ -65,12 +66,10 @@ def _seconds(item: Traffic) -> float:
 
 
 def _row(item: Traffic) -> tuple[object, ...]:
-    total = sum(nbytes * times for nbytes, times, _ in item.sent)
-    times = sum(times for _, times, _ in item.sent)
     origin = item.provenance if len(item.provenance) < 120 else item.provenance[:117] + "…"
     what = f"{item.collective.replace('_', '-')}, {item.dtype}", item.axis, item.groups
     source = tag("span", origin, title=item.provenance)
-    return *what, count(times), size(total), seconds(_seconds(item)), source
+    return *what, count(_messages(item)), size(_bytes(item)), seconds(_seconds(item)), source
 
 
 def _figure(item: Traffic) -> Markup:
@@ -136,38 +135,3 @@ def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
         at = {"cx": round(x(nbytes), 1), "cy": round(y(rate), 1), "r": round(radius, 1)}
         found.append(tag("circle", tag("title", said), class_="sent", **at))
     return found
-
-
-def exposed(plan: PlanSpec) -> Markup:
-    """Renders the section; empty without exposed collectives."""
-    p = plan.prediction
-    if p is None or not p.exposures:
-        return Markup("")
-    causes = (
-        tag("span", swatch, seconds(value), f" {cause}: {_MEANS[cause]}. ", class_="cause")
-        for cause, value in p.causes.items()
-        if value
-        for swatch in [tag("i", class_=f"swatch {_LOOKS[cause]}")]
-    )
-    headings = ("collective", "axis", "block", "bytes >", "alone >", "exposed >", "because of")
-    most = max(item.exposed_s for item in p.exposures)
-    rows = [_exposure_row(item, most) for item in p.exposures]
-    return section(
-        "waits",
-        "What computation waits for",
-        tag("p", *causes, class_="lead"),
-        table(headings, rows, f"The {len(rows)} that are exposed most"),
-    )
-
-
-def _exposure_row(item: Exposure, most: float) -> tuple[object, ...]:
-    parts = {cause: value for cause, value in item.by_cause.items() if value}
-    fills = (
-        tag("i", class_=_LOOKS[cause], style=f"width:{value / most * 100:.4g}%")
-        for cause, value in parts.items()
-    )
-    said = ", ".join(f"{cause} {seconds_text(value)}" for cause, value in parts.items())
-    bar = tag("span", *fills, class_="bar plain", title=said, role="img", aria_label=said)
-    block = item.block or "outside of blocks"
-    times = seconds(item.seconds), seconds(item.exposed_s)
-    return tag("code", item.name), item.axis, block, size(item.nbytes), *times, bar

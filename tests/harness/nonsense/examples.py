@@ -8,7 +8,8 @@ from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.prediction import Prediction, ReportData, RunnerUp, StagePrediction, Traffic, Work
+from autopar.plan.prediction import Prediction, RunnerUp, StagePrediction, Work
+from autopar.plan.report_data import CollectiveCall, ReportData, StageProgram, Traffic
 from autopar.profiler.report import Again, Message, Profile, Side
 from autopar.report.plan import Plan
 
@@ -26,8 +27,16 @@ def example_plan() -> Plan:
         ((8, 1e-4, 0.1),),
         ((8, 1, 1e-4),),
     )
+    call = CollectiveCall("a", "b", "blocks.0", 8, "float32[2]")
+    events = (("a", "compute", 0.0, 0.1, "compute"),)
     report_data = ReportData(
-        8, (("blocks.0", "forward", 0.0, 0.1),), (0.0, 0.1), (("parameters", (5, 6)),), (traffic,)
+        8,
+        (("blocks.0", "forward", 0.0, 0.1),),
+        (0.0, 0.1),
+        (("parameters", (5, 6)),),
+        (traffic,),
+        (call,),
+        (StageProgram((0, 1), (("F", 0.1, events),), (call,), "float32[2]", "float32[2]"),),
     )
     exposure = Exposure("a", "blocks.0", "all_reduce", "tp", 8, 0.1, 0.01, 0.01, 0.01)
     stage = StagePrediction(8, 0.1, 0.2, 8, 8, 8, 1)

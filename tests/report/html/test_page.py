@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 import autopar
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.plan.prediction import ReportData
+from autopar.plan.report_data import ReportData
+from autopar.report.event_names import EventNames
+from autopar.report.html.alternatives import alternatives
 from autopar.report.html.lanes import MOST_PIECES, WIDTH, lanes_of
 from autopar.report.html.memory import MEANS
 from autopar.report.html.mesh import held_bytes, portions_of, stored
@@ -81,8 +84,12 @@ def test_figures_are_those_of_the_plan(name):
     for other in plan.runners_up:
         assert pytest.approx(other.step_s, rel=1e-6) in shown["others"]
         assert other.peak_bytes in shown["others"]
+    groups = Counter()
     for item in p.exposures:
-        assert pytest.approx(item.exposed_s, rel=1e-6) in shown["waits"]
+        groups[item.collective, item.axis, item.block] += item.exposed_s
+    waits = shown.get("waits", [])
+    assert all(pytest.approx(waited_s, rel=1e-6) in waits for waited_s in groups.values())
+    assert not p.exposures or pytest.approx(sum(p.waits.values()), rel=1e-6) in waits
     assert set(p.provenance.values()) <= set(shown["sources"])
     for item in p.report_data.traffic:
         assert sum(n * times for n, times, _ in item.sent) in shown["traffic"]
@@ -94,12 +101,12 @@ def test_the_timeline_has_every_event_and_the_peak(name):
     p = planned(name).prediction
     data = json.loads(re.search(r'id="timeline">(.*?)</script>', page(planned(name)))[1])
     pieces = [piece for track in data["tracks"] for lane in track for piece in lane["pieces"]]
-    drawn = {piece[2] for piece in pieces}
-    assert {event[0] for event in p.events} <= drawn
+    drawn = Counter(piece[2] for piece in pieces)
+    names = EventNames(p.events, p.report_data.calls)
+    own = (event[0] if p.stages else names.of(event) for event in p.events)
+    assert not Counter(own) - drawn
     assert max(start + width for start, width, *_ in pieces) == pytest.approx(WIDTH, rel=1e-4)
-    held = [
-        sum(column) for column in zip(*(row for *_, row in data["memory"]["rows"]), strict=True)
-    ]
+    held = [sum(column) for column in zip(*(row for _, row in data["memory"]["rows"]), strict=True)]
     assert max(held) == p.peak_bytes
 
 
@@ -120,22 +127,43 @@ def test_slices_of_all_ranks_make_the_whole():
         assert sum(high - low for low, high in spans) == pytest.approx(1.0)
 
 
-def test_of_many_ranks_some_are_drawn_and_every_stage():
+def test_up_to_1024_ranks_are_all_drawn_and_of_more_every_stage():
     plan = planned("stages")
-    mesh = (("pp", 4), (DATA_AXIS, 256))
-    parsed = page(dataclasses.replace(plan, mesh=mesh, world_size=1024))
-    drawn = [int(rank) for rank in re.findall(r"<b>rank (\d+)</b>", parsed)]
-    assert len(drawn) <= 32
-    assert {rank // 256 for rank in drawn} == {0, 1, 2, 3}
-    assert drawn[-1] == 1023
-    assert "… 248 more" in parsed
+    for dp, drawn in (256, 1024), (512, 1024):
+        mesh = (("pp", 4), (DATA_AXIS, dp))
+        text = page(dataclasses.replace(plan, mesh=mesh, world_size=4 * dp))
+        data = json.loads(re.search(r'id="ranks">(.*?)</script>', text)[1])
+        assert len(set(data["ranks"])) == drawn
+        assert {rank // dp for rank in data["ranks"]} == {0, 1, 2, 3}
+        picture = re.search(r'class="grid-of-ranks".*?</svg>', text)[0]
+        assert picture.count("M") == drawn
+        assert ("1,024 of 2,048 ranks are drawn" in text) == (dp == 512)
+        assert len(text) < 1_000_000
+
+
+def test_the_verdict_comes_first_and_ddp_and_fsdp_are_alternatives():
+    plan = planned("stages")
+    known = plan.search
+    text = page(plan)
+    first = re.search(r'<ul class="verdict">(.*?)</ul>', text)[1]
+    assert f"{abs(known.gain(plan.prediction.step_s)):.1%}" in first
+    assert text.index('class="verdict"') < text.index('class="tiles"')
+    names = [other.name for other in alternatives(plan)]
+    assert names[0] == plan.name
+    assert {known.ddp.name, known.fsdp.name} <= set(names)
+    assert {known.ddp.name, known.fsdp.name} == {
+        "data parallel, buckets 4 MiB",
+        "zero3, buckets 4 MiB",
+    }
+    cap = dataclasses.replace(plan, memory_cap=plan.prediction.needed_bytes - 1)
+    assert "It does not fit:" in page(cap)
 
 
 def test_a_plan_that_was_read_makes_the_same_page():
     plan = planned("sharded")
     again = autopar.Plan.from_dict(json.loads(plan.to_json()))
     assert page(again) == page(plan)
-    copied = re.search(r"As JSON.*?<pre[^>]*>(.*?)</pre>", page(plan), re.S)[1]
+    copied = re.search(r"JSON, .*?<pre[^>]*>(.*?)</pre>", page(plan), re.S)[1]
     assert autopar.Plan.from_dict(json.loads(html.unescape(copied))) == plan
 
 
