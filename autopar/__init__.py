@@ -19,6 +19,7 @@ from autopar.errors import (
     MeasurementWarning,
     ModelError,
     NumericsWarning,
+    OffloadError,
     OutOfMemoryError,
     PassError,
     PlanError,
@@ -26,6 +27,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.ir.placement import Replicate, Shard
+from autopar.offload.optimizer import OffloadedOptimizer
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
@@ -52,6 +54,8 @@ __all__ = [
     "MeasurementWarning",
     "ModelError",
     "NumericsWarning",
+    "OffloadError",
+    "OffloadedOptimizer",
     "OutOfMemoryError",
     "PassError",
     "Plan",

@@ -98,6 +98,10 @@ class CheckpointError(AutoparError):
     """A checkpoint cannot be written, or is of another model."""
 
 
+class OffloadError(AutoparError):
+    """Storage for offloaded states is full, cannot be written, or fails."""
+
+
 class PassError(AutoparError):
     """A graph pass broke its contract: a bug in autopar or in a user's pass."""
 

@@ -184,12 +184,14 @@ class _Lifetimes:
             if isinstance(role, roles.Parameter) and role in wanted
             for index in self.storages_of[node]
         ]
+        share = memory.at_once(trained) / sum(trained) if any(trained) else 1.0
         for nbytes in trained:
             for ratio in memory.state:
                 yield Span(round(ratio * nbytes), ALWAYS, self.last, "optimizer")
             if memory.counters:
                 yield Span(memory.counters, ALWAYS, self.last, "optimizer")
-            yield Span(round(memory.every * nbytes), self.last, self.last, "transient")
+            yield Span(round(memory.every * nbytes * share), self.last, self.last, "transient")
+        yield Span(memory.buffers(trained), ALWAYS, self.last, "optimizer")
         yield Span(memory.needed(trained), self.last, self.last, "transient")
 
     def _start(self, storage: Storage) -> int:

@@ -35,6 +35,8 @@ class OptimizerMemory:
         before: bytes of temporaries for each byte of the previous parameter, freed late.
         every: bytes of temporaries for each byte of all parameters, where a step updates all at
             once (foreach).
+        stored: size of a parameter's states on storage, over the parameter's own size.
+        block_bytes: bytes of parameters that are stepped at once; None for all.
         provenance: origin of the figures.
     """
 
@@ -43,6 +45,8 @@ class OptimizerMemory:
     each: float = 2.0
     before: float = 1.0
     every: float = 0.0
+    stored: float = 0.0
+    block_bytes: int | None = None
     provenance: str = "modelled by AdamW on a CPU (torch.optim, one parameter at a time)"
 
     @classmethod
@@ -64,6 +68,8 @@ class OptimizerMemory:
         untracked = cls(
             state=tuple(tensor_bytes(t) / parameter_bytes for t in state),
             counters=sum(map(tensor_bytes, counters)),
+            stored=getattr(trials[0].optimizer, "stored_bytes", 0) / parameter_bytes,
+            block_bytes=getattr(trials[0].optimizer, "block_bytes", None),
             provenance="modelled: the step could not be tracked, a profiler was running",
         )
         try:
@@ -81,6 +87,18 @@ class OptimizerMemory:
             every=every,
             provenance=source if present else f"{source} on this CPU",
         )
+
+    def at_once(self, sizes: Sequence[int]) -> int:
+        """Bytes of parameters that are stepped at once, of parameters of these sizes in bytes."""
+        total = sum(sizes)
+        return total if self.block_bytes is None else min(total, max(self.block_bytes, *sizes, 0))
+
+    def buffers(self, sizes: Sequence[int]) -> int:
+        """Bytes of the states in memory of an optimizer whose states lie on storage.
+
+        One block is read, one is stepped, and one is written.
+        """
+        return round(self.stored * min(3 * self.at_once(sizes), sum(sizes)))
 
     def needed(self, sizes: Sequence[int]) -> int:
         """Bytes of a step's temporaries beside `every`, for parameters of these sizes in bytes."""

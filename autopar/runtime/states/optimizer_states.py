@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,9 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """The state of an optimizer as whole tensors on the CPU; `stages` is the pipeline's group."""
     names = run_on_all_ranks(lambda: _names_of(model, optimizer))
-    named = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
+    read: Callable[[], Mapping[Any, Any]] = getattr(optimizer, "read_states", optimizer.state.copy)
+    states = read()  # an OffloadedOptimizer has them on storage
+    named = {name: states[p] for p, name in names.items() if p in states}
     _check_equal_copies({name: p for p, name in names.items()}, named)
     with torch.no_grad(), explaining_comm_errors("full_optimizer_state_dict"):
         state = pytree.tree_map(_whole, named)
@@ -50,7 +52,7 @@ def full_optimizer_state(
         ]
         if stages is not None:
             state, groups = _of_all_stages(state, groups, stages, device)
-    shared = {key: x for key, x in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    shared = {key: x for key, x in states.items() if not isinstance(key, torch.Tensor)}
     return {"state": {**state, **shared}, "param_groups": groups}
 
 

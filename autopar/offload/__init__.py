@@ -1,0 +1,1 @@
+"""States of optimizers on storage."""

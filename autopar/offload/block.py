@@ -1,0 +1,149 @@
+"""`StateBlock`: some parameters of a group, with the states that lie on storage between steps."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar._torch import pytree
+from autopar.errors import StrategyError
+from autopar.offload.storage import Extent, round_up
+from autopar.runtime.parameters.distribute import local_part
+
+ALIGNMENT = 64
+"""Bytes at whose multiples a tensor starts inside of its block."""
+
+MASTER = "master"
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+@dataclass(eq=False)
+class StateBlock:
+    """Parameters that are stepped together.
+
+    Attributes:
+        parameters: the model's parameters.
+        shadows: tensors that the inner optimizer steps. They share the memory of the parameters,
+            or are their masters.
+        inner: optimizer of the shadows.
+        masters: whether the shadows are masters.
+        extent: place of the states on storage; None before the first step.
+        layout: shape and dtype of each tensor there.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    shadows: Sequence[nn.Parameter]
+    inner: Optimizer
+    masters: bool
+    extent: Extent | None = None
+    layout: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+    _stored: list[Tensor] = field(default_factory=list)
+
+    def step(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Steps the parameters under a group's hyperparameters; returns them as they are then."""
+        for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
+            self._refresh(parameter, shadow)
+            if parameter.grad is not None:
+                shadow.grad = parameter.grad.to(shadow.dtype)
+        (group,) = self.inner.param_groups
+        group.update(options)
+        self.inner.step()
+        for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
+            shadow.grad = None
+            if self.masters:
+                local_part(parameter).copy_(local_part(shadow))
+        return hyperparameters(group)
+
+    def _refresh(self, parameter: nn.Parameter, shadow: nn.Parameter) -> None:
+        """Follows changes of a parameter since the last step."""
+        value, own = local_part(parameter), local_part(shadow)
+        if value.shape != own.shape:
+            raise StrategyError(
+                f"a parameter of shape {list(parameter.shape)} was sharded after states were "
+                "loaded: give compile example_inputs=, or load them after the first call"
+            )
+        if not self.masters:
+            own.data = value.data
+        else:
+            changed = value != own.to(value.dtype)
+            own.copy_(torch.where(changed, value.to(own.dtype), own))
+
+    def load(self, options: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces the hyperparameters, the states and the masters by copies of these."""
+        copies = [pytree.tree_map(_copy, dict(state)) for state in states]
+        for parameter, shadow, state in zip(self.parameters, self.shadows, copies, strict=True):
+            master = local_part(state.pop(MASTER, parameter))
+            if self.masters:
+                local_part(shadow).data = master.to(shadow.dtype, copy=True)
+            else:
+                local_part(shadow).data = master.data
+        indices = list(range(len(copies)))
+        kept = {index: state for index, state in enumerate(copies) if state}
+        group = {**options, "params": indices}
+        self.inner.load_state_dict({"state": kept, "param_groups": [group]})
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """Copies of the states of one parameter, while they are in memory."""
+        shadow = self.shadows[index]
+        found = pytree.tree_map(_copy, dict(self.inner.state.get(shadow, {})))
+        return found | ({MASTER: _copy(shadow)} if self.masters else {})
+
+    def parameters_with_state(self) -> Iterator[nn.Parameter]:
+        """The parameters that have a state, or a master."""
+        for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
+            if self.masters or self.inner.state.get(shadow):
+                yield parameter
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of this block on storage."""
+        return sum(round_up(_nbytes(*each), ALIGNMENT) for each in self.layout)
+
+    def take_layout(self) -> None:
+        """Notes the tensors that go to storage."""
+        self._stored = self._local_states()
+        self.layout = tuple((each.shape, each.dtype) for each in self._stored)
+
+    def attach(self, buffer: mmap.mmap) -> None:
+        """Gives the states their values from a buffer that was read."""
+        for tensor, view in zip(self._stored, self._views(buffer), strict=True):
+            tensor.data = view.to(tensor.device)
+
+    def detach(self, buffer: mmap.mmap) -> None:
+        """Copies the states to a buffer, unless they lie in it, and frees their memory."""
+        for tensor, view in zip(self._stored, self._views(buffer), strict=True):
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
+            tensor.data = tensor.new_empty(0)
+
+    def _local_states(self) -> list[Tensor]:
+        """This rank's masters, and states of more than one number."""
+        leaves = pytree.tree_leaves([self.inner.state.get(shadow) for shadow in self.shadows])
+        states = [local_part(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        masters = [local_part(shadow) for shadow in self.shadows] if self.masters else []
+        return masters + [each for each in states if each.dim() and each.numel()]
+
+    def _views(self, buffer: mmap.mmap) -> Iterator[Tensor]:
+        start = 0
+        for shape, dtype in self.layout:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=shape.numel(), offset=start)
+            yield flat.view(shape)
+            start += round_up(_nbytes(shape, dtype), ALIGNMENT)
+
+
+def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    return shape.numel() * dtype.itemsize
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

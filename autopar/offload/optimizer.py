@@ -1,0 +1,239 @@
+"""`OffloadedOptimizer`: any optimizer of torch with its states on storage between steps."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.common.checks import nbytes
+from autopar.errors import StrategyError
+from autopar.offload.block import StateBlock, hyperparameters
+from autopar.offload.separable import check_separable
+from autopar.offload.storage import BlockStorage
+from autopar.runtime.agreement.consensus import is_multi_rank, run_on_all_ranks
+from autopar.runtime.agreement.optimizer_steps import trains_a_module
+from autopar.runtime.parameters.distribute import is_remote, local_part
+
+BUFFERS = 3
+"""Blocks in memory at once: one is read, one is stepped, one is written."""
+
+
+class OffloadedOptimizer(Optimizer):
+    """Steps parameters block by block; the states of other blocks lie in a file.
+
+    While a block is stepped, the next is read and the last is written. The numbers are the inner
+    optimizer's. Between steps, states of more than one number are on storage alone.
+
+    Example:
+        optimizer = autopar.OffloadedOptimizer(
+            torch.optim.AdamW, model.parameters(), folder="/nvme", lr=3e-4
+        )
+
+    Args:
+        kind: class of an optimizer that treats parameters one by one.
+        params: parameters, or groups of them.
+        folder: folder on the storage; the file has no name and vanishes with its process.
+        block_bytes: bytes of parameters to step at once, or a text such as "64MiB".
+        master_dtype: dtype of copies of the parameters on storage that are stepped in their place,
+            such as torch.float32 for a model in bf16; None for none.
+        checked: compare a checksum of all states that are read.
+        options: further arguments of `kind`.
+
+    Raises:
+        StrategyError: the optimizer needs all parameters at once, or an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        params: Iterable[Any],
+        *,
+        folder: str | os.PathLike[str],
+        block_bytes: int | str = 64 << 20,
+        master_dtype: torch.dtype | None = None,
+        checked: bool = False,
+        **options: Any,
+    ) -> None:
+        given = list(params)
+        self.kind, self.block_bytes = kind, nbytes("block_bytes", block_bytes)
+        self._options, self._master_dtype = options, master_dtype
+        self._folder, self._checked = Path(folder), checked
+        self._storage: BlockStorage | None = None
+        self._blocks: list[tuple[dict[str, Any], StateBlock]] = []
+        self._num_split = 0
+        self._free: list[mmap.mmap] = []
+        self._writing: deque[tuple[mmap.mmap, Future[None]]] = deque()
+        super().__init__(given, check_separable(kind, given, options))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of states on storage."""
+        return sum(block.stored_bytes for _, block in self._blocks)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all blocks that have gradients; returns the result of `closure`.
+
+        Raises:
+            OffloadError: the storage is full or fails.
+        DisagreementError: at the first step, it failed on another rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._storage is None and is_multi_rank() and trains_a_module(self):
+            run_on_all_ranks(self._step_blocks)
+        else:
+            self._step_blocks()
+        return loss
+
+    def read_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Copies of the states of all parameters; the inner optimizer's keys, and "master"."""
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for _, block in self._stream([entry for entry in self._blocks if entry[1].extent]):
+            found |= {p: block.state_of(index) for index, p in enumerate(block.parameters)}
+        return {parameter: state for parameter, state in found.items() if state}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, read into memory."""
+        placeholders, self.state = self.state, defaultdict(dict, self.read_states())
+        try:
+            return super().state_dict()
+        finally:
+            self.state = placeholders
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Writes a state to storage, also one that the inner optimizer saved by itself.
+
+        Raises:
+            ValueError: the state has other groups of parameters.
+        """
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("the state to load has other groups of parameters than this optimizer")
+        states: dict[torch.Tensor, Mapping[str, Any]] = {}
+        for group, other in zip(self.param_groups, saved, strict=True):
+            group.update(hyperparameters(other))
+            pairs = zip(group["params"], other["params"], strict=True)
+            states |= {p: state_dict["state"].get(index, {}) for p, index in pairs}
+        self._split_groups()
+        for group, block in self._stream(self._blocks):
+            block.load(hyperparameters(group), [states[p] for p in block.parameters])
+        self._mark_states()
+
+    def _step_blocks(self) -> None:
+        self._split_groups()
+        has_gradients = [
+            entry for entry in self._blocks if any(p.grad is not None for p in entry[1].parameters)
+        ]
+        after: dict[int, dict[str, Any]] = {}
+        for group, block in self._stream(has_gradients):
+            stepped = block.step(hyperparameters(group))
+            if after.setdefault(id(group), stepped) != stepped:
+                raise StrategyError(
+                    f"{self.kind.__name__} computes hyperparameters of a group from all its "
+                    "parameters, and its blocks disagree: it cannot be stepped in blocks"
+                )
+        for group in self.param_groups:
+            group.update(after.get(id(group), {}))
+        self._mark_states()
+
+    def _mark_states(self) -> None:
+        """Shows by `state`, as torch does, which parameters have any."""
+        kept = [p for _, block in self._blocks for p in block.parameters_with_state()]
+        self.state = defaultdict(dict, {p: {"offloaded": True} for p in kept})
+
+    def _split_groups(self) -> None:
+        """Makes blocks of the parameters of new groups."""
+        if self._storage is None:
+            self._storage = BlockStorage(self._folder, self._checked)
+        for group in self.param_groups[self._num_split :]:
+            own = [p for p in group["params"] if not is_remote(p)]
+            for parameters in _split(own, self.block_bytes):
+                shadows = [self._shadow_of(p) for p in parameters]
+                inner = self.kind([{**hyperparameters(group), "params": shadows}], **self._options)
+                masters = self._master_dtype is not None
+                self._blocks.append((group, StateBlock(parameters, shadows, inner, masters)))
+        self._num_split = len(self.param_groups)
+
+    def _shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        value = parameter.detach()
+        if self._master_dtype is not None:
+            value = value.to(self._master_dtype, copy=True)
+        return nn.Parameter(value)
+
+    def _stream(
+        self, entries: Sequence[tuple[dict[str, Any], StateBlock]]
+    ) -> Iterator[tuple[dict[str, Any], StateBlock]]:
+        """Yields blocks with their states in memory; reads ahead and writes behind."""
+        reads = deque(map(self._begin_read, (block for _, block in entries[:1])))
+        for index, (group, block) in enumerate(entries):
+            if index + 1 < len(entries):
+                reads.append(self._begin_read(entries[index + 1][1]))
+            buffer, reading = reads.popleft()
+            if buffer is not None and reading is not None:
+                reading.result()
+                block.attach(buffer)
+            yield group, block
+            self._write(block, buffer)
+        while self._writing:
+            self._finish_write()
+
+    def _begin_read(self, block: StateBlock) -> tuple[mmap.mmap | None, Future[None] | None]:
+        if block.extent is None:
+            return None, None
+        assert self._storage is not None
+        buffer = self._take_buffer(block.extent.size)
+        return buffer, self._storage.read(block.extent, buffer)
+
+    def _write(self, block: StateBlock, buffer: mmap.mmap | None) -> None:
+        """Begins to write the states of a block, and frees their memory."""
+        assert self._storage is not None
+        block.take_layout()
+        if block.extent is None or block.stored_bytes > block.extent.size:
+            block.extent = self._storage.allocate(block.stored_bytes)
+        if buffer is None or len(buffer) < block.extent.size:
+            buffer = self._take_buffer(block.extent.size)
+        block.detach(buffer)
+        self._writing.append((buffer, self._storage.write(block.extent, buffer)))
+
+    def _take_buffer(self, size: int) -> mmap.mmap:
+        """A free buffer; at most one block is being written when this returns."""
+        while len(self._writing) > BUFFERS - 2:
+            self._finish_write()
+        for buffer in self._free:
+            if len(buffer) >= size:
+                self._free.remove(buffer)
+                return buffer
+        self._free.clear()
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _finish_write(self) -> None:
+        buffer, written = self._writing.popleft()
+        written.result()
+        self._free.append(buffer)
+
+
+def _split(parameters: Sequence[nn.Parameter], block_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbouring parameters of at most `block_bytes` on this rank, or one larger."""
+    block: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        nbytes = local_part(parameter).nbytes
+        if block and filled + nbytes > block_bytes:
+            yield block
+            block, filled = [], 0
+        block.append(parameter)
+        filled += nbytes
+    if block:
+        yield block

@@ -1,0 +1,138 @@
+"""`BlockStorage`: blocks of bytes in a file without a name, read and written by threads.
+
+The kernel frees the file when its process ends, however it ends. Transfers bypass the page cache
+where the file system allows it (O_DIRECT), and so start and end at multiples of `PAGE`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import OffloadError
+
+PAGE = mmap.PAGESIZE
+
+
+def round_up(size: int, unit: int = PAGE) -> int:
+    """The next multiple of `unit`."""
+    return -(-size // unit) * unit
+
+
+@dataclass(eq=False)
+class Extent:
+    """A preallocated range of the file, in bytes.
+
+    Attributes:
+        checksum: CRC-32 of its content; None if it is not checked.
+        writing: the write under way, if any.
+    """
+
+    offset: int
+    size: int
+    checksum: int | None = None
+    writing: Future[None] | None = None
+
+
+class BlockStorage:
+    """Extents of one anonymous file.
+
+    Args:
+        folder: folder on the storage to use.
+        checked: compare a checksum of every extent that is read.
+
+    Raises:
+        OffloadError: the folder does not exist or cannot be written.
+    """
+
+    def __init__(self, folder: Path, checked: bool = False) -> None:
+        self.folder, self.checked = folder, checked
+        self.size = 0
+        self._file = _open_anonymous(folder)
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-read")
+        self._writers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-write")
+
+    def allocate(self, size: int) -> Extent:
+        """A new extent of at least `size` bytes.
+
+        Raises:
+            OffloadError: the disk is full.
+        """
+        extent = Extent(self.size, round_up(size))
+        try:
+            os.posix_fallocate(self._file, extent.offset, extent.size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # of file systems without it
+                raise self._explain(error, extent.size) from error
+        self.size += extent.size
+        return extent
+
+    def read(self, extent: Extent, buffer: mmap.mmap) -> Future[None]:
+        """Reads an extent into the start of a buffer, once its last write is done."""
+        return self._readers.submit(self._read, extent, buffer, extent.writing)
+
+    def write(self, extent: Extent, buffer: mmap.mmap) -> Future[None]:
+        """Writes the start of a buffer to an extent; the buffer may change when it is done."""
+        extent.writing = self._writers.submit(self._write, extent, buffer)
+        return extent.writing
+
+    def _read(self, extent: Extent, buffer: mmap.mmap, before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()
+        view, done = memoryview(buffer)[: extent.size], 0
+        try:
+            while done < extent.size:
+                count = os.preadv(self._file, [view[done:]], extent.offset + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file ends too early")
+                done += count
+        except OSError as error:
+            raise self._explain(error, extent.size) from error
+        if extent.checksum is not None and zlib.crc32(view) != extent.checksum:
+            raise OffloadError(
+                f"states in {self.folder} differ from what was written there ({extent.size} bytes "
+                f"at {extent.offset}): the storage is faulty. Resume from a checkpoint elsewhere."
+            )
+
+    def _write(self, extent: Extent, buffer: mmap.mmap) -> None:
+        view, done = memoryview(buffer)[: extent.size], 0
+        if self.checked:
+            extent.checksum = zlib.crc32(view)
+        try:
+            while done < extent.size:
+                done += os.pwritev(self._file, [view[done:]], extent.offset + done)
+        except OSError as error:
+            raise self._explain(error, extent.size) from error
+
+    def _explain(self, error: OSError, size: int) -> OffloadError:
+        free = shutil.disk_usage(self.folder).free
+        return OffloadError(
+            f"{size} bytes of optimizer states cannot be kept in {self.folder} "
+            f"({error.strerror}; {free} bytes are free): give a folder with more room"
+        )
+
+
+def _open_anonymous(folder: Path) -> int:
+    """A file without a name in a folder, past the page cache where the file system can."""
+    flags = os.O_TMPFILE | os.O_RDWR | os.O_EXCL
+    try:
+        for more in (os.O_DIRECT, 0):
+            try:
+                return os.open(folder, flags | more, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+        with tempfile.TemporaryFile(dir=folder) as file:  # a file system without O_TMPFILE
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise OffloadError(
+            f"no file can be made in {folder} ({error.strerror}): give a folder that exists and "
+            "can be written"
+        ) from error
