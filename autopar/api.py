@@ -21,14 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.arguments import (
-    check,
-    dtype_name,
-    memory_of,
-    precision_of,
-    priced_precision,
-    strategy_of,
-)
+from autopar.arguments import check, precision_of, priced_precision
 from autopar.capture.call import flattened
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.groups import backend_of
@@ -36,9 +29,8 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
 from autopar.driver.offline import plan_offline
-from autopar.driver.prepare import check_call_agrees, take_over
+from autopar.driver.prepare import check_call_agrees, make_problem, take_over
 from autopar.plan.strategy import Strategy
-from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
 from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
@@ -142,26 +134,14 @@ def compile(
     autocast = precision_of(precision)
     if plan is not None and precision is None and plan.precision is not None:
         autocast = getattr(torch, plan.precision)
-    problem = PlanningProblem(
-        model=type(model).__name__,
-        parameters=parameters,
-        world_size=ranks,
-        strategy=strategy_of(strategy, batch, lossy, reduce_precision),
-        memory=memory_of(memory),
-        batch=batch,
-        precision=dtype_name(autocast),
-        optimizer=optimizer,
-        cluster=cluster,
-        device=device,
-        comm_backend=backend_of(device),
-        backend=backend,
-    )
+    comm_backend = backend_of(device)
+    problem = make_problem(arguments, parameters, ranks, device, autocast, cluster, comm_backend)
     check_call_agrees(problem, arguments)
     if plan is not None:
         run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
     if cuda_graphs:
-        check_machine(device, problem.comm_backend, ranks)
+        check_machine(device, comm_backend, ranks)
         check_strategy(fixed)
     sizes = fixed.model_parallel_size, fixed.pp_size
     local = fixed.batch_semantics == "local"
@@ -208,27 +188,17 @@ def plan(
     tensor cores is planned for bf16 autocast, as the plan notes; "fp32" prices float32. A `backend`
     other than "eager" fuses operators. `progress` is called before every mesh.
     """
-    check("world_size", "example_inputs", **locals())
+    arguments = dict(locals())
+    check("world_size", "example_inputs", **arguments)
     check_not_compiled(model)
     device, parameters = device_of(model), describe_parameters(model)
     autocast, notes = priced_precision(precision, cluster, parameters.values())
-    default_backend = "gloo" if device.type == "cpu" else "nccl"
-    problem = PlanningProblem(
-        model=type(model).__name__,
-        parameters=parameters,
-        world_size=world_size,
-        strategy=strategy_of(strategy, batch, lossy, reduce_precision),
-        memory=memory_of(memory),
-        batch=batch,
-        precision=dtype_name(autocast),
-        optimizer=optimizer,
-        cluster=cluster or Cluster.default(world_size, device.type),
-        device=device,
-        comm_backend=cluster.backend if cluster else default_backend,
-        backend=backend,
+    machine = cluster or Cluster.default(world_size, device.type)
+    comm_backend = cluster.backend if cluster else "gloo" if device.type == "cpu" else "nccl"
+    problem = make_problem(
+        arguments, parameters, world_size, device, autocast, machine, comm_backend
     )
-    rest = autocast, loss_fn, time_limit_s, progress
-    made = plan_offline(problem, model, example_inputs, *rest)
+    made = plan_offline(problem, model, example_inputs, autocast, loss_fn, time_limit_s, progress)
     return replace(made, notes=(*notes, *made.notes))
 
 

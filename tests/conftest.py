@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     cache = tempfile.TemporaryDirectory(prefix="autopar-tests-")
     os.environ["AUTOPAR_CACHE"] = os.environ["AUTOPAR_REPRODUCERS"] = cache.name
     config.add_cleanup(cache.cleanup)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from autopar.arguments import dtype_name, memory_of, strategy_of
 from autopar.capture.channels_last import mark_channels_last
 from autopar.capture.model_info import describe_parameters
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.ir.graph import ParameterInfo
 from autopar.passes.registration import DISABLE, pass_settings
 from autopar.plan.spec import fingerprint
@@ -40,6 +43,37 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
         f"Set {DISABLE} and register passes alike on every rank.",
     )
     return parameters
+
+
+def make_problem(
+    arguments: Mapping[str, Any],
+    parameters: Mapping[str, ParameterInfo],
+    world_size: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    cluster: Cluster | None,
+    comm_backend: str,
+) -> PlanningProblem:
+    """The planning problem of a call of `compile` or `plan`, given its arguments by name.
+
+    Raises:
+        StrategyError: arguments contradict each other, the model or the world.
+    """
+    names = ("strategy", "batch", "lossy", "reduce_precision")
+    return PlanningProblem(
+        model=type(arguments["model"]).__name__,
+        parameters=parameters,
+        world_size=world_size,
+        strategy=strategy_of(*(arguments[name] for name in names)),
+        memory=memory_of(arguments["memory"]),
+        batch=arguments["batch"],
+        precision=dtype_name(autocast),
+        optimizer=arguments["optimizer"],
+        cluster=cluster,
+        device=device,
+        comm_backend=comm_backend,
+        backend=arguments["backend"],
+    )
 
 
 def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ _TIED = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start, where, and how often again.
+    """A script to start, its nodes and ranks, and how often to start it again.
 
     Attributes:
         command: script, or "-m" and a module, and its arguments.

@@ -1,4 +1,4 @@
-"""What both of Lightning's strategies need of the ranks and their loaders."""
+"""Ranks and loaders, for the strategies of Lightning's Trainer and Fabric alike."""
 
 from __future__ import annotations
 
