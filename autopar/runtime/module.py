@@ -18,12 +18,12 @@ from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir.placement import Shard
-from autopar.runtime.accelerate_loops import check_loop
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
+from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.process_groups import explaining_comm_errors, rank
 from autopar.runtime.spmd.executor import SpmdExecutor
@@ -47,6 +47,7 @@ class DistributedModule(StatefulModule):
 
     before_first_training_call: CheckCall | None = None
     _no_sync = False
+    _was_called = False
 
     @property
     def data_parallel_size(self) -> int:
@@ -87,7 +88,7 @@ class DistributedModule(StatefulModule):
     @property
     def _is_accelerate_prepared(self) -> bool:
         """True, so that accelerate does not wrap the model in DDP."""
-        check_loop(self._options)
+        check_prepared(self._options)
         return True
 
     @_is_accelerate_prepared.setter
@@ -122,6 +123,9 @@ class DistributedModule(StatefulModule):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         self.check_not_gathered()
+        if not self._was_called and self._options.ranks > 1:
+            check_not_wrapped()
+            self._was_called = True
         leaves, structure = flatten((args, kwargs))
         check_no_hidden_tensors(leaves)
         if self.plan is not None:

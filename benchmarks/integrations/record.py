@@ -54,7 +54,8 @@ def _difference(pair: tuple[Any, Any]) -> float:
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """The state dict as one process has it; all ranks call this at once."""
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+    inner = getattr(model, "_forward_module", model)  # of Fabric
+    return {name: whole(value).clone() for name, value in inner.state_dict().items()}
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -17,7 +17,12 @@ from tests.harness.training import fixed
 STEPS = 4
 TOLERANCES = {"trainer": {"losses": 1e-6}}  # Trainer adds up losses in float32
 PLANS = {"ddp": fixed(0), "zero3": fixed(3), "tp2": fixed(0, tp=2)}
-CASES = {"trainer": ("zero3", "tp2"), "accelerate": ("ddp", "zero3")}
+CASES = {
+    "trainer": ("zero3", "tp2"),
+    "accelerate": ("ddp", "zero3"),
+    "lightning": ("zero3", "tp2"),
+    "fabric": ("ddp", "zero3"),
+}
 """Plans of each loop; benchmarks.integrations has them all."""
 
 

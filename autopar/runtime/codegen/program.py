@@ -130,7 +130,8 @@ class Program:
         graph = self.forward.graph
         pairs = zip(graph.outputs, graph.results, strict=True)
         shared = {_storage_owner(n) for r, n in pairs if n is not None and not isinstance(r, Saved)}
-        return frozenset(i for i, n in enumerate(graph.placeholders) if n in shared)
+        inputs = enumerate(zip(graph.inputs, graph.placeholders, strict=True))
+        return frozenset(i for i, (r, n) in inputs if isinstance(r, Parameter) and n in shared)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:

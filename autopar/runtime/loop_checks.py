@@ -1,4 +1,4 @@
-"""`check_loop`: whether a loop of accelerate or transformers can train a compiled model."""
+"""Checks of the loop around a compiled model: other libraries would train it a second way."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import inspect
 import sys
 from typing import Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
 from autopar.errors import StrategyError
 from autopar.runtime.options import Options
 
 
-def check_loop(options: Options) -> None:
+def check_prepared(options: Options) -> None:
     """Checks the loop that prepares a compiled model, without importing its library.
 
     Raises:
@@ -18,7 +21,7 @@ def check_loop(options: Options) -> None:
             accelerate's mixed precision would be ignored.
     """
     trainer = sys.modules.get("transformers.trainer")
-    if options.ranks > 1 and trainer is not None and _is_called_by(trainer.Trainer):
+    if options.ranks > 1 and trainer is not None and _caller(trainer.Trainer):
         raise StrategyError(
             "transformers.Trainer multiplies losses by the number of ranks, and a compiled model "
             "has summed them already: use autopar.integrations.transformers.AutoparTrainer, "
@@ -33,11 +36,21 @@ def check_loop(options: Options) -> None:
         )
 
 
-def _is_called_by(kind: Any) -> bool:
-    """Whether a method of an instance of `kind` is running."""
+def check_not_wrapped() -> None:
+    """Raises StrategyError if torch's data parallelism calls a compiled model."""
+    if wrapper := _caller((DistributedDataParallel, FullyShardedDataParallel)):
+        raise StrategyError(
+            f"the compiled model runs inside of {type(wrapper).__name__}, which reduces gradients "
+            "a second time: leave it out. With Lightning, give the plain model and "
+            "strategy=autopar.integrations.lightning.AutoparStrategy(...)."
+        )
+
+
+def _caller(kind: Any) -> Any:
+    """The instance of `kind` a method of which is running, if any."""
     frame = inspect.currentframe()
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), kind):
-            return True
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
         frame = frame.f_back
-    return False
+    return None
