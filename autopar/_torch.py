@@ -63,6 +63,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 HOMES_OF_BINDINGS = (torch, torch._C._nn)
 """Modules with the Python bindings of operators."""

@@ -262,7 +262,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         where, reason = user_frame(error), first_line(error)
         if isinstance(error, _torch.DataDependentOutputException):
-            reason = f"Python needs the value of a tensor ({reason})"
+            reason = f"Python needs the value of a tensor ({reason}); static= of autopar.compile "
+            reason += "gives it those of keyword arguments such as sizes of images"
         elif isinstance(error, _torch.DynamicOutputShapeException):
             reason = f"the shape of a result depends on values ({reason})"
         raise CaptureError(

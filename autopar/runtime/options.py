@@ -24,6 +24,7 @@ class Options:
         pp_size: number of ranks along the pipeline.
         local: whether each rank computes as on its rows alone (`batch_semantics`).
         max_programs: number of programs to keep.
+        static: keyword arguments whose values forward reads in Python.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -37,6 +38,7 @@ class Options:
     recorder: Recorder | None = None
     local: bool = False
     max_programs: int = MAX_PROGRAMS
+    static: tuple[str, ...] = ()
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:
