@@ -12,6 +12,7 @@ raises, and the caller traces all blocks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,8 +174,15 @@ def _shapes(module: nn.Module) -> list[object]:
 def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return one.func is other.func and _equal(_given(one), _given(other))
     same = type(one) is type(other) and not isinstance(one, Tensor)
     return same and isinstance(one, (*PLAIN, tuple, list, dict, set)) and bool(one == other)
+
+
+def _given(function: functools.partial[Any]) -> tuple[Any, ...]:
+    """The arguments of a partial function."""
+    return (function.args, function.keywords)
 
 
 def _has_hooks(module: nn.Module) -> bool:

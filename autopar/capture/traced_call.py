@@ -36,6 +36,7 @@ class TracedCall(nn.Module):
         positions: indices of the tensors among the flattened arguments.
         known: static arguments, by index; forward reads their values.
         sizes: symbols for sizes of the arguments, None for plain numbers.
+        compiles: whether `torch.compiler.is_compiling()` is true in forward.
         keep: whether runs leave their Python changes in the model.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
@@ -52,6 +53,8 @@ class TracedCall(nn.Module):
         differentiate: bool,
         policy: StatePolicy,
         sizes: SymbolicSizes | None = None,
+        *,
+        compiles: bool = True,
     ) -> None:
         super().__init__()
         self.model = (model,)  # a tuple hides its parameters from this module
@@ -59,6 +62,7 @@ class TracedCall(nn.Module):
         blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
         self.repeats = RepeatedBlocks(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
+        self.compiles = compiles
         lifted = {a: ".".join(filter(None, a)) for a in sorted(policy.lifted)}
         self.lifted = tuple(lifted.values())
         self.infos = {n: info for n, info in parameters.items() if n not in self.lifted}
@@ -117,7 +121,8 @@ class TracedCall(nn.Module):
         )
         with contextlib.ExitStack() as stack:
             annotate = stack.enter_context(Annotate(model, KnownValues(self.known.values())))
-            stack.enter_context(_torch.pretend_compiling())
+            if self.compiles:
+                stack.enter_context(_torch.pretend_compiling())
             stack.enter_context(_torch.check_tensors_in_graph())
             stack.enter_context(_torch.skip_causal_mask_detection())
             stack.enter_context(traceable_modules())
