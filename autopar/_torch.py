@@ -65,6 +65,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import PContext

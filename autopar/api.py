@@ -72,6 +72,7 @@ def compile(
     device: str | torch.device | None = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
     max_programs: int = MAX_PROGRAMS,
+    static: Sequence[str] = (),
 ) -> DistributedModule:
     """Returns the model, training across all ranks exactly as on one device.
 
@@ -116,6 +117,8 @@ def compile(
         init_fn: initialises one module on the meta device; None for `reset_parameters()`.
         max_programs: number of programs to keep, one for each shape and mode of a call; the least
             recently used goes, and is compiled again when needed (docs/shapes.md).
+        static: keyword arguments, tensors of integers whose values forward reads in Python, such as
+            sizes of images. Each of their values has a program.
 
     Raises:
         StrategyError: an argument is invalid or contradicts others or the running ranks.
@@ -146,7 +149,7 @@ def compile(
     sizes = fixed.model_parallel_size, fixed.pp_size
     local = fixed.batch_semantics == "local"
     chosen = batch, loss_fn, autocast, backend, ranks, *sizes
-    options = Options(*chosen, recorder, local, max_programs, cuda_graphs)
+    options = Options(*chosen, recorder, local, max_programs, cuda_graphs, tuple(static))
     fallback = fallback and not cuda_graphs
     planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies

@@ -185,6 +185,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "device": _device,
     "init_fn": _callable,
     "max_programs": count,
+    "static": lambda name, value: texts(name, value, "give a list of names"),
 }
 
 _OPTIONAL = frozenset(

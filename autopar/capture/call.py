@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,16 +16,25 @@ from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import dense_strides
 from autopar.ir.placement import even_rows
 
+MOST_STATIC = 4096
+"""Elements of a static argument; each of its values has a program."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype, device and differentiability of a tensor, without its values."""
+    """Shape, dtype, device and differentiability of a tensor.
+
+    Attributes:
+        values: nested lists as text for a static argument, whose values forward reads in Python;
+            None for any other tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
     stride: tuple[int, ...] | None = None
+    values: str | None = None
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
@@ -38,6 +48,10 @@ class TensorSpec:
         shape = (rows, *self.shape[1:])
         stride = None if self.stride is None else dense_strides(shape, self.stride)
         return replace(self, shape=shape, stride=stride)
+
+    def value(self) -> torch.Tensor:
+        """The tensor of a static argument."""
+        return torch.tensor(json.loads(self.values or ""), dtype=self.dtype, device=self.device)
 
     def fake(self) -> torch.Tensor:
         """A new tensor of this spec; inside a fake mode it holds no memory."""
@@ -116,7 +130,7 @@ class BatchShard:
             for place, leaf in enumerate(self.call.tensor_indices):
                 if self.call.has_batch_dim[leaf]:
                     tensors[place] = tensors[place][index * rows : (index + 1) * rows]
-                leaves[leaf] = TensorSpec.of(tensors[place])
+                    leaves[leaf] = TensorSpec.of(tensors[place])
             call = replace(self.call, leaves=tuple(leaves))
             slices = BatchSlices(ranks * count, self.slices.index * count + index, batch_rows, True)
             parts.append(BatchShard(call, tuple(tensors), rows, slices))
@@ -124,20 +138,32 @@ class BatchShard:
 
 
 def batch_shard_of(
-    leaves: Sequence[Any], structure: Any, *, mode: str, rank: int, ranks: int
+    leaves: Sequence[Any],
+    structure: Any,
+    *,
+    mode: str,
+    rank: int,
+    ranks: int,
+    static: Sequence[str] = (),
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
     The number of rows is the size of dim 0 of the first tensor with a dim. Dim 0 of every
-    tensor with this size is the batch dim.
+    tensor with this size is the batch dim. `static` names keyword arguments that every rank has
+    whole, with their values.
 
     Raises:
-        BatchError: fewer rows than ranks.
+        BatchError: fewer rows than ranks, or a static argument that is no tensor of numbers.
     """
-    sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    known = _places(leaves, structure, static) if static else ()
+    divisible = [
+        isinstance(x, torch.Tensor) and x.dim() > 0 and index not in known
+        for index, x in enumerate(leaves)
+    ]
+    sizes = [x.shape[0] for x, divides in zip(leaves, divisible, strict=True) if divides]
     batch_rows = sizes[0] if sizes else 0
     has_batch_dim = tuple(
-        isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == batch_rows for x in leaves
+        divides and x.shape[0] == batch_rows for x, divides in zip(leaves, divisible, strict=True)
     )
     if not sizes:
         rows, global_rows, begin = 1, ranks, 0
@@ -156,10 +182,31 @@ def batch_shard_of(
         x[begin : begin + rows] if split and rows != batch_rows else x
         for x, split in zip(leaves, has_batch_dim, strict=True)
     ]
-    specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in shard)
+    specs = [TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in shard]
+    for index in known:
+        specs[index] = _with_values(shard[index], specs[index])
     tensors = tuple(x for x in shard if isinstance(x, torch.Tensor))
-    call, slices = Call(specs, structure, has_batch_dim), BatchSlices(ranks, rank, global_rows)
+    call, slices = (
+        Call(tuple(specs), structure, has_batch_dim),
+        BatchSlices(ranks, rank, global_rows),
+    )
     return BatchShard(call, tensors, rows, slices)
+
+
+def _places(leaves: Sequence[Any], structure: Any, static: Sequence[str]) -> set[int]:
+    """Places of the tensors among the flattened arguments that belong to static ones."""
+    _, by_name = pytree.tree_unflatten(list(range(len(leaves))), structure)
+    given = [by_name[name] for name in static if name in by_name]
+    return {i for i in pytree.tree_leaves(given) if isinstance(leaves[i], torch.Tensor)}
+
+
+def _with_values(tensor: torch.Tensor, spec: TensorSpec) -> TensorSpec:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_STATIC:
+        raise BatchError(
+            f"a static argument is a tensor of {tensor.numel()} {tensor.dtype} values: give "
+            f"tensors of at most {MOST_STATIC} integers, such as sizes of images"
+        )
+    return replace(spec, values=json.dumps(tensor.tolist()))
 
 
 def last_part(inputs: Any, parts: int) -> Any:

@@ -12,6 +12,7 @@ raises, and the caller traces all blocks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,16 @@ def _mark(
 
 torch.library.register_fake("autopar::mark", _mark)
 MARK = torch.ops.autopar.mark.default
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor outside of the trace, among the arguments of a block; equal to itself alone."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and other.tensor is self.tensor
 
 
 class BlocksDiffer(Exception):
@@ -100,6 +111,7 @@ class RepeatedBlocks:
             state: dict[str, Tensor] = dict(block.named_parameters(remove_duplicate=False))
             state |= dict(block.named_buffers(remove_duplicate=False))
             leaves, structure = pytree.tree_flatten((state, args, kwargs))
+            leaves = [Constant(x) if type(x) is Tensor else x for x in leaves]
             if any(map(_has_hooks, block.modules())) or not _are_plain(leaves):
                 return forward(*args, **kwargs)
             inputs = tuple(map(_type, leaves))
@@ -162,8 +174,15 @@ def _shapes(module: nn.Module) -> list[object]:
 def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return one.func is other.func and _equal(_given(one), _given(other))
     same = type(one) is type(other) and not isinstance(one, Tensor)
     return same and isinstance(one, (*PLAIN, tuple, list, dict, set)) and bool(one == other)
+
+
+def _given(function: functools.partial[Any]) -> tuple[Any, ...]:
+    """The arguments of a partial function."""
+    return (function.args, function.keywords)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -171,7 +190,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _are_plain(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return all(isinstance(leaf, (Tensor, Constant, *PLAIN)) for leaf in leaves)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
@@ -180,7 +199,14 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
 
 def _filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
     others = iter(tensors)
-    return [next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [
+        next(others)
+        if isinstance(leaf, Tensor)
+        else leaf.tensor
+        if isinstance(leaf, Constant)
+        else leaf
+        for leaf in leaves
+    ]
 
 
 def _type(leaf: Any) -> Any:

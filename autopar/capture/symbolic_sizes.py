@@ -28,7 +28,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def kind_of(call: Call) -> tuple[Any, ...]:
     """Everything about a call but its sizes and strides."""
     leaves = tuple(
-        (len(x.shape), x.dtype, x.device, x.requires_grad)
+        (len(x.shape), x.dtype, x.device, x.requires_grad, x.values)
         if isinstance(x, TensorSpec)
         else (type(x), repr(x))
         for x in call.leaves

@@ -108,12 +108,10 @@ def capture(
             f"loss_fn={type(loss_fn).__name__}(...) has parameters, which would not be trained: "
             "make it part of the model and let the model return the loss."
         )
-    make = functools.partial(
-        TracedCall, model, call, parameters, device, all_tangents, loss_fn, differentiate
-    )
+    arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate
     random_state = _random_state()
-    with _explained(model), _torch.count_checkpoint_calls() as checkpoints:
-        traced, module = _trace_until_stable(make, StatePolicy(lifted))
+    with _torch.count_checkpoint_calls() as checkpoints:
+        make, traced, module = _trace_either_branch(arguments, StatePolicy(lifted))
     if checkpoints:
         warn_once(
             AutoparWarning,
@@ -177,6 +175,24 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         lifted=tuple(sorted(traced.policy.lifted)),
         rebound_buffers=frozenset(traced.rebound),
     )
+
+
+def _trace_either_branch(
+    arguments: tuple[Any, ...], policy: StatePolicy
+) -> tuple[Callable[[StatePolicy], TracedCall], TracedCall, fx.GraphModule]:
+    """Traces a call as under a compiler, or, if that fails, as without one.
+
+    Models branch by `torch.compiler.is_compiling()`, and either branch may be the one that works.
+    """
+    errors: list[CaptureError] = []
+    for compiles in (True, False):
+        make = functools.partial(TracedCall, *arguments, compiles=compiles)
+        try:
+            with _explained(arguments[0]):
+                return make, *_trace_until_stable(make, policy)
+        except CaptureError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _trace_until_stable(
@@ -275,7 +291,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         where, reason = user_frame(error), first_line(error)
         if isinstance(error, _torch.DataDependentOutputException):
-            reason = f"Python needs the value of a tensor ({reason})"
+            reason = f"Python needs the value of a tensor ({reason}); static= of autopar.compile "
+            reason += "gives it those of keyword arguments such as sizes of images"
         elif isinstance(error, _torch.DynamicOutputShapeException):
             reason = f"the shape of a result depends on values ({reason})"
         raise CaptureError(

@@ -13,6 +13,7 @@ from torch import nn
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
+from autopar.capture.known_values import KnownValues
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.contents import Attribute
@@ -33,7 +34,9 @@ class TracedCall(nn.Module):
         infos: parameters by name, without lifted ones.
         buffer_names: names of buffers and lifted tensors.
         positions: indices of the tensors among the flattened arguments.
+        known: static arguments, by index; forward reads their values.
         sizes: symbols for sizes of the arguments, None for plain numbers.
+        compiles: whether `torch.compiler.is_compiling()` is true in forward.
         keep: whether runs leave their Python changes in the model.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
@@ -50,6 +53,8 @@ class TracedCall(nn.Module):
         differentiate: bool,
         policy: StatePolicy,
         sizes: SymbolicSizes | None = None,
+        *,
+        compiles: bool = True,
     ) -> None:
         super().__init__()
         self.model = (model,)  # a tuple hides its parameters from this module
@@ -57,6 +62,7 @@ class TracedCall(nn.Module):
         blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
         self.repeats = RepeatedBlocks(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
+        self.compiles = compiles
         lifted = {a: ".".join(filter(None, a)) for a in sorted(policy.lifted)}
         self.lifted = tuple(lifted.values())
         self.infos = {n: info for n, info in parameters.items() if n not in self.lifted}
@@ -80,6 +86,8 @@ class TracedCall(nn.Module):
                 spec = TensorSpec(tuple(buffer.shape), buffer.dtype, device)
                 self.register_buffer(f"b{index}", spec.fake())
             self.inputs = [self._fake_input(i, device) for i in self.positions]
+        specs = {i: call.leaves[i] for i in self.positions}
+        self.known = {i: spec.value() for i, spec in specs.items() if spec.values is not None}
         self.variables = find_variables(model, loss_fn)
         self.effects = Effects(model)
         self.rebound: tuple[str, ...] = ()
@@ -100,7 +108,7 @@ class TracedCall(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
+            leaves[position] = self.known.get(position, tensor)
         args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
         (model,), (loss_fn,) = self.model, self.loss_fn
         known = dict(zip(self.names, self.values, strict=True))
@@ -112,8 +120,9 @@ class TracedCall(nn.Module):
             model, self.variables, self.policy.counters, self.keep, tuple(known.values())
         )
         with contextlib.ExitStack() as stack:
-            annotate = stack.enter_context(Annotate(model))
-            stack.enter_context(_torch.pretend_compiling())
+            annotate = stack.enter_context(Annotate(model, KnownValues(self.known.values())))
+            if self.compiles:
+                stack.enter_context(_torch.pretend_compiling())
             stack.enter_context(_torch.check_tensors_in_graph())
             stack.enter_context(_torch.skip_causal_mask_detection())
             stack.enter_context(traceable_modules())

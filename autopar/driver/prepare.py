@@ -92,6 +92,7 @@ def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) ->
         "memory cap": problem.memory,
         "verification": arguments["verify"],
         "number of programs to keep": arguments["max_programs"],
+        "static arguments": tuple(arguments["static"]),
         "optimizer": problem.base().optimizer,
         f"idea of what is given ({', '.join(optional)})": [
             arguments[name] is not None for name in optional

@@ -25,6 +25,7 @@ class Options:
         local: whether each rank computes as on its rows alone (`batch_semantics`).
         max_programs: number of programs to keep.
         cuda_graphs: whether programs are replayed as CUDA graphs.
+        static: keyword arguments whose values forward reads in Python.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -39,6 +40,7 @@ class Options:
     local: bool = False
     max_programs: int = MAX_PROGRAMS
     cuda_graphs: bool = False
+    static: tuple[str, ...] = ()
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:

@@ -351,7 +351,14 @@ class PlannedModule(nn.Module):
     ) -> BatchShard:
         options = options or self._options
         index, ranks = options.dp_rank(rank()), options.dp_size
-        return batch_shard_of(leaves, structure, mode=options.batch, rank=index, ranks=ranks)
+        return batch_shard_of(
+            leaves,
+            structure,
+            mode=options.batch,
+            rank=index,
+            ranks=ranks,
+            static=options.static,
+        )
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:
         if self.plan is None:

@@ -112,7 +112,7 @@ def verify_first_call(
         message = "verify=True does not compare what trains without a plan"
         warn_once(FallbackWarning, f"{message}: autopar.verify(model, ...) does")
         return
-    names = ("loss_fn", "batch", "precision", "backend")
+    names = ("loss_fn", "batch", "precision", "backend", "static")
     options = {name: getattr(module._options, name) for name in names}
     call, plain = (list(leaves), structure), _plain_copy(module)
     result = compare_training(compile, plain, module.plan, call, None, None, 3, True, None, options)
@@ -143,7 +143,14 @@ def _batches(
     The third value is this rank's fraction of all rows, divided among the ranks with the same rows.
     """
     ranks, dp_rank = parallel.data_parallel_size, parallel.data_parallel_rank
-    shard = batch_shard_of(leaves, structure, mode=mode, rank=dp_rank, ranks=ranks)
+    shard = batch_shard_of(
+        leaves,
+        structure,
+        mode=mode,
+        rank=dp_rank,
+        ranks=ranks,
+        static=parallel._options.static,
+    )
     own = whole = pytree.tree_unflatten(leaves, structure)
     if mode == "local" and ranks > 1:
         on_cpu = [x.cpu() if isinstance(x, Tensor) else x for x in leaves]  # pickles keep the GPU

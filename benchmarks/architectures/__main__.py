@@ -2,7 +2,8 @@
 
     python -m benchmarks.architectures --only llama,mixtral --plans ddp,tp2 --json results.json
 
-Rows of earlier runs in the file are kept, and replaced by newer ones.
+Rows of earlier runs in the file are kept, and replaced by newer ones; `--resume` measures only the
+cases that have none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = read(options.json) if options.json else {}
     for name in options.only:
         for plan in options.plans:
+            if options.resume and (name, plan) in rows:
+                continue
             row = measure(name, plan, options.limit)
             rows[name, plan] = row
             console.print(f"{name} {plan}: {row.outcome} {row.error} {row.why}", markup=False)
@@ -48,6 +51,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plans", type=_names(PLANS), default=list(COLUMNS))
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each case")
     parser.add_argument("--json", type=Path, help="add the rows to this file")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file has")
     return parser.parse_args(arguments)
 
 

@@ -32,6 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2, "schedule": "1f1b", "micro_batches": 2},
     "ep2": {"ep": 2},
 }
+STATIC = ("image_grid_thw",)
 COLUMNS = ("ddp", "zero3", "tp2", "pp2")
 
 
@@ -118,7 +119,7 @@ def train_on_rank(rank: int, world_size: int, name: str, plan: str) -> Trained:
     with warnings.catch_warnings(record=True) as caught, memoized_capture(_captures(name)):
         warnings.simplefilter("always")
         model = Loss(ARCHITECTURES[name].make())
-        compiled = autopar.compile(model, strategy=fixed(**PLANS[plan]))
+        compiled = autopar.compile(model, strategy=fixed(**PLANS[plan]), static=STATIC)
         losses = _train(compiled, name, times)
         state: dict[str, Tensor] = whole_state(compiled)
     kinds = (NumericsWarning, FallbackWarning)

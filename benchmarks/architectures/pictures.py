@@ -183,6 +183,13 @@ def _llava(rows: int, generator: torch.Generator) -> Batch:
     return {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone()}
 
 
+def _paligemma(rows: int, generator: torch.Generator) -> Batch:
+    given = _llava(rows, generator)
+    prefix = (torch.arange(given["input_ids"].shape[1]) < 20).expand_as(given["input_ids"])
+    labels = given["labels"].masked_fill(prefix, -100)
+    return {**given, "labels": labels, "token_type_ids": (~prefix).long()}
+
+
 def _qwen_vl(rows: int, generator: torch.Generator) -> Batch:
     ids = _with_places(rows, 4, generator)
     ids[:, 0] = VOCAB - 3
@@ -191,6 +198,7 @@ def _qwen_vl(rows: int, generator: torch.Generator) -> Batch:
         "pixel_values": torch.rand(rows * 16, 3 * 2 * 4 * 4, generator=generator),
         "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
         "image_grid_thw": torch.tensor([[1, 4, 4]]).repeat(rows, 1),
+        "position_ids": torch.arange(ids.shape[1]).expand(3, *ids.shape),
         "labels": ids.clone(),
     }
 
@@ -251,7 +259,7 @@ IMAGE_TEXTS = [
             "projection_dim": WIDTH,
             "hidden_size": WIDTH,
         },
-        _llava,
+        _paligemma,
         "image and text",
     ),
     Architecture(

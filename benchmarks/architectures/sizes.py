@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 VOCAB, WIDTH, HEADS, LAYERS, SEQ, IMAGE, LABELS = 64, 32, 4, 2, 8, 16, 4
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 Inputs = Callable[[int, torch.Generator], Batch]
 
 SIZES: Mapping[str, Any] = {
@@ -59,7 +59,8 @@ class Architecture:
     def batch(self, rows: int, seed: int) -> Batch:
         """Keyword arguments of a call."""
         given = self.inputs(rows, torch.Generator().manual_seed(seed))
-        return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+        doubled = (isinstance(v, Tensor) and v.is_floating_point() for v in given.values())
+        return {k: v.double() if d else v for (k, v), d in zip(given.items(), doubled, strict=True)}
 
 
 def by_configuration(architecture: Architecture) -> nn.Module:
@@ -138,7 +139,7 @@ def pairs(rows: int, generator: torch.Generator) -> Batch:
     return {
         "input_ids": torch.randint(5, VOCAB - 1, (rows, SEQ), generator=generator),
         "pixel_values": torch.rand(rows, 3, IMAGE, IMAGE, generator=generator),
-        "return_loss": torch.tensor(True),
+        "return_loss": True,
     }
 
 

@@ -421,6 +421,16 @@ def test_rows_of_pairs_and_of_results_that_are_several() -> None:
     assert rows["max_1"] == ((0,), (0,))
 
 
+def test_a_branch_for_compilers_that_fails_is_not_taken() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        mask = None if torch.compiler.is_compiling() else torch.ones_like(x)
+        return (model.lin(x) * mask).sum()
+
+    model = Model(forward)
+    results = run(model, captured(model).graph, X)
+    torch.testing.assert_close(results[Output(0)], model(X))
+
+
 def test_a_model_that_cannot_run_on_other_rows() -> None:
     """It is captured at the whole batch, and at no other number of rows."""
     forward = lambda m, x: m.lin(x.unflatten(0, (-1, 2))).mean()  # noqa: E731

@@ -277,5 +277,5 @@ def _described(leaf: Any, has_batch_dim: bool) -> str:
     if isinstance(leaf, TensorSpec):
         shape = ["rows", *leaf.shape[1:]] if has_batch_dim else list(leaf.shape)
         gradient = ", requires_grad" if leaf.requires_grad else ""
-        return f"{str(leaf.dtype)[6:]}[{', '.join(map(str, shape))}]{gradient}"
+        return f"{str(leaf.dtype)[6:]}[{', '.join(map(str, shape))}]{gradient}{leaf.values or ''}"
     return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
