@@ -37,6 +37,7 @@ from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import check_call_agrees, take_over
+from autopar.plan.spec import check_plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
@@ -154,7 +155,7 @@ def compile(
     )
     check_call_agrees(problem, arguments)
     if plan is not None:
-        run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
+        run_on_all_ranks(lambda: check_plan(plan, model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
     sizes = fixed.model_parallel_size, fixed.pp_size
     local = fixed.batch_semantics == "local"

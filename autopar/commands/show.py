@@ -20,6 +20,7 @@ from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.driver.inspect import planned_strategies, program_text
 from autopar.formatting import printable
 from autopar.passes.tensor_parallel.partition_axis import complete_strategies
+from autopar.plan.spec import check_plan
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.table import PlacementTable, placement_tables
 from autopar.report.plan import Plan
@@ -91,7 +92,7 @@ def placements(
 
     Times are those of the cluster, modelled if it is None. Raises PlanError for another model.
     """
-    plan.check(model, describe_parameters(model).values(), plan.world_size)
+    check_plan(plan, model, describe_parameters(model).values(), plan.world_size)
     if not plan.partitions:
         yield f"{plan.name}: the model is not partitioned; plan with Strategy(tp=...), or --tp"
     cluster = cluster or Cluster.default(plan.world_size, device_of(model).type)

@@ -10,6 +10,7 @@ from math import prod
 from autopar.formatting import human_bytes
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.ir.placement import Placement, Shard
+from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.spec import PlanSpec
 from autopar.plan.strategy import MESH
@@ -29,7 +30,7 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Portion:
-    """Parameters of one stage with the same placement along each axis of `Plan.storage`."""
+    """Parameters of one stage with the same placement along each axis of `Layout.storage`."""
 
     stage: int
     layout: tuple[tuple[str, Placement], ...]
@@ -71,13 +72,13 @@ def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
     owners = plan.pipeline.owners if plan.pipeline else {}
 
     def key(name: str) -> tuple[int, str]:
-        return owners.get(name, 0), str(plan.layout(name))
+        return owners.get(name, 0), str(Layout(plan).of(name))
 
     sizes = dict(plan.parameter_bytes)
     found = []
     for (stage, _), names in groupby(sorted(sizes, key=key), key=key):
         own = list(names)
-        layout = tuple(plan.layout(own[0]).items())
+        layout = tuple(Layout(plan).of(own[0]).items())
         found.append(Portion(stage, layout, sum(sizes[name] for name in own)))
     return tuple(found)
 
@@ -88,9 +89,10 @@ def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
 
 
 def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
-    """Coordinate of a rank on each axis of `Plan.storage`."""
-    sizes, found = dict(plan.storage), {}
-    for axis, at in plan.mesh_coordinate(rank).items():
+    """Coordinate of a rank on each axis of `Layout.storage`."""
+    layout = Layout(plan)
+    sizes, found = dict(layout.storage), {}
+    for axis, at in layout.coordinate(rank).items():
         if axis in sizes:
             found[axis] = at
         else:
@@ -103,7 +105,7 @@ def _held(
     plan: PlanSpec, portions: Iterable[Portion], rank: int
 ) -> Iterator[tuple[Portion, float, float]]:
     """Portions of the stages that a rank runs, and the rank's interval of each."""
-    place, sizes = stored(plan, rank), dict(plan.storage)
+    place, sizes = stored(plan, rank), dict(Layout(plan).storage)
     stages = plan.pipeline.stages_of(place.get("pp", 0)) if plan.pipeline else None
     for portion in portions:
         if stages is None or portion.stage in stages:
