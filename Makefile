@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help train check test lint bench docs-check clean
+.PHONY: help train check test lint bench docs docs-check clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -44,11 +44,14 @@ lint: $(INSTALLED_TEST)
 bench: $(INSTALLED) ## Compare with torch's own DDP, fully_shard and others
 	$(BIN)/python -m benchmarks.peers $(strip $(ARGS))
 
+docs: $(INSTALLED_TEST) ## Build the site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 docs-check: $(INSTALLED_TEST) ## Run every marked code block of README and docs
 	$(BIN)/python -m tests.docs_blocks
 
 clean: ## Remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first, by its exact version, so that resolving autopar finds it there.
@@ -62,5 +65,5 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 $(INSTALLED_TEST): $(INSTALLED)
-	$(BIN)/python -m pip install -e '.[test]'
+	$(BIN)/python -m pip install -e '.[test,docs,completion]'
 	@touch $@

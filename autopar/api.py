@@ -30,6 +30,7 @@ from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import check_call_agrees, make_problem, take_over
+from autopar.plan.spec import check_plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.search.mesh_search import ReportProgress
 from autopar.profiler.profiler import profiler
@@ -141,7 +142,7 @@ def compile(
     problem = make_problem(arguments, parameters, ranks, device, autocast, cluster, comm_backend)
     check_call_agrees(problem, arguments)
     if plan is not None:
-        run_on_all_ranks(lambda: plan.check(model, parameters.values(), ranks))
+        run_on_all_ranks(lambda: check_plan(plan, model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
     if cuda_graphs:
         check_machine(device, comm_backend, ranks)

@@ -14,6 +14,7 @@ from rich.table import Table
 from autopar import __version__
 from autopar.commands import (
     collectives,
+    completion,
     import_nccl_tests,
     measure,
     plan,
@@ -43,14 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options) or 0)
     except OutOfMemoryError as error:
-        print(f"autopar: {error}", file=sys.stderr)
+        console = _tell(error)
         if error.changes:
-            console = PlainConsole(stderr=True, width=None if sys.stderr.isatty() else 120)
             console.print(*_memory_tables(error), markup=False, sep="\n")
         return 2
     except (AutoparError, OSError) as error:
-        print(f"autopar: {printable(str(error))}", file=sys.stderr)
+        _tell(error)
         return 2
+
+
+def _tell(error: Exception) -> PlainConsole:
+    """Prints an error to stderr, red on a terminal."""
+    console = PlainConsole(stderr=True)
+    console.print("autopar: ", style="red", end="")
+    console.print(str(error), highlight=False, soft_wrap=True)
+    return console
 
 
 def _memory_tables(error: OutOfMemoryError) -> Iterator[Table]:
@@ -108,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_to(commands)
     collectives.add_to(commands)
     import_nccl_tests.add_to(commands)
+    completion.add_to(commands, parser)
     return top
 
 

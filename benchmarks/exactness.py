@@ -24,6 +24,7 @@ from rich.table import Table
 
 import autopar
 from autopar.ir.placement import Shard
+from autopar.plan.layout import Layout
 from autopar.plan.pipeline import SCHEDULES
 from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
@@ -153,7 +154,7 @@ def train_on_rank(
     losses = train_steps(model, optimizer, case, batches(case, range(steps), setup.rows, dtype))
     found = Reference(losses, whole_state(model))
     names = [name for name, _ in model.named_parameters()]
-    sharded = sum(isinstance(model.plan.layout(name).get("tp"), Shard) for name in names)
+    sharded = sum(isinstance(Layout(model.plan).of(name).get("tp"), Shard) for name in names)
     return found, (sharded, len(names)), time.perf_counter() - start
 
 

@@ -28,6 +28,7 @@ from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.registration import with_registered
 from autopar.passes.tensor_parallel.cast_before_reduce import CastBeforeReduce
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.spec import PlanSpec
 
@@ -72,7 +73,7 @@ def build_model_pipeline(
     micro_batches: int = 1,
 ) -> PassPipeline:
     """The passes of `build_pass_pipeline` before the model is split into pipeline stages."""
-    coordinate = plan.mesh_coordinate(rank)
+    coordinate = Layout(plan).coordinate(rank)
     axes = tuple(partition.axis for partition in plan.partitions)
     passes: list[Pass] = []
     if plan.pipeline is not None:
@@ -100,9 +101,9 @@ def build_stage_pipeline(
     """The passes of `build_pass_pipeline` over the model, or over one of its pipeline stages.
 
     With `accumulate`, another micro-batch follows, so that the gradients in
-    `plan.unsharded_grad_params` stay unreduced.
+    `Layout.unsharded_grad_params` stay unreduced.
     """
-    coordinate = plan.mesh_coordinate(rank)
+    coordinate = Layout(plan).coordinate(rank)
     axes = [partition.axis for partition in plan.partitions]
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
     passes += [] if compiled else [FuseCrossEntropy()]
@@ -126,13 +127,14 @@ def build_stage_pipeline(
 def _data_parallel(
     plan: PlanSpec, dp_rank: int, hold: bool, held: tuple[str, ...], accumulate: bool
 ) -> Iterator[Pass]:
-    unreduced = plan.unsharded_grad_params if accumulate else ()
+    layout = Layout(plan)
+    unreduced = layout.unsharded_grad_params if accumulate else ()
     if hold:
         unreduced = tuple(dict(plan.parameter_bytes))
-    shard_rank = coordinate_on(plan.shard_axis, dp_rank, plan.axes)
-    yield ShardParameters(plan.shard_axis, shard_rank, plan.zero_stages)
+    shard_rank = coordinate_on(layout.shard_axis, dp_rank, layout.axes)
+    yield ShardParameters(layout.shard_axis, shard_rank, plan.zero_stages)
     yield CastBeforeGather()
-    options = (unreduced, held, plan.shard_axis, plan.reduce_precision or "")
+    options = (unreduced, held, layout.shard_axis, plan.reduce_precision or "")
     yield SynchronizeGradients(DATA_AXIS, dp_rank, *options)
     yield BucketCollectives(plan.buckets, plan.bucket_bytes)
     buckets, chosen = plan.buckets, plan.compressions

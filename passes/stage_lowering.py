@@ -18,6 +18,7 @@ from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_model_pipeline, build_stage_pipeline
 from autopar.passes.pipeline_parallel.split_stages import PipelineStages, split_stages
+from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.spec import PlanSpec
 
@@ -44,11 +45,12 @@ def place_plan_stages(
         micro_batches: number of micro-batches of each rank.
     """
     batch = {BATCH: plan.dp_size * micro_batches} if micro_batches > 1 else {}
-    graph = replace(graph, axes={**plan.axes, **batch})
+    axes = Layout(plan).axes
+    graph = replace(graph, axes={**axes, **batch})
     passes = build_model_pipeline(
         plan, rank, op_strategies=op_strategies, micro_batches=micro_batches
     )
-    return replace(run_passes(graph, passes), axes=plan.axes)  # drop `BATCH`, which is no mesh axis
+    return replace(run_passes(graph, passes), axes=axes)  # drop `BATCH`, which is no mesh axis
 
 
 def split_plan_stages(
@@ -86,7 +88,7 @@ def build_microbatch_pipelines(
     if not hold:
         gradients = (r.of for r in graph.outputs if isinstance(r, Gradient))
         trained = {of.name for of in gradients if isinstance(of, Parameter)}
-        kept = (n for n in plan.unsharded_grad_params if several and n in trained)
+        kept = (n for n in Layout(plan).unsharded_grad_params if several and n in trained)
         own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
     build = partial(
         build_stage_pipeline, plan, rank, backend, hold=hold, compiled=compiled, disable=disable

@@ -203,3 +203,11 @@ def test_the_default_is_no_surprise() -> None:
         model = autopar.compile(GPT.make(), strategy=fixed())
         loss: Tensor = model(*INPUTS)
     assert loss.shape == ()
+
+
+def test_public_names_of_a_plan_are_its_fields_and_what_users_call() -> None:
+    fields = {each.name for each in dataclasses.fields(autopar.Plan)}
+    names = {name for name in dir(autopar.Plan) if not name.startswith("_")} - fields
+    sizes = {"dp_size", "pp_size", "model_parallel_size"}
+    documents = {"load", "save", "from_dict", "to_dict", "to_json", "digest"}
+    assert names == {"diff", "explain", "report", "timeline"} | sizes | documents

@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.commands.completion import SHELLS
 from autopar.commands.script import load
 
 MAKE = """
@@ -97,7 +98,8 @@ def test_the_placements_of_a_plan(
     text = capsys.readouterr().out
     assert text.startswith("along tp, 2 ranks; dgx-h100")
     (weight,) = [line for line in text.splitlines() if "layer.weight" in line]
-    assert [cell.strip() for cell in weight.strip("│").split("│")][2:4] == ["[4, 4]", "S(0)"]
+    assert weight.split() == ["parameter", "layer.weight", "[4,", "4]", "S(0)"]
+    assert max(map(len, text.splitlines())) <= 80
     assert "all_" in text[text.index("layer.weight") :]
     axes = ["--tp", "2", "--cp", "2", "--ep", "2"]
     assert main(["plan", str(make), "--world-size", "8", *axes, "--out", path]) == 0
@@ -208,4 +210,15 @@ def test_help_has_an_example_of_each_command(capsys: pytest.CaptureFixture[str])
     assert {"plan", "scale", "show", "diff", "run", "verify"} < set(names)
     for name in names:
         assert main([name, "--help"]) == 0
-        assert f"example:\n  autopar {name} " in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert f"example:\n  autopar {name} " in text
+        assert "--json" in text or name in ("run", "completion")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_of_every_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--micro-batches" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)

@@ -1,10 +1,12 @@
-"""The documents name only paths and modules that exist, and no replaced name."""
+"""The documents name only paths and modules that exist, no replaced name, in short sentences."""
 
 import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.prose import MOST_WORDS, documents, sentences, words
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -14,7 +16,7 @@ DOCUMENTS = [
 ]
 FOLDERS = "autopar|passes|cost_model|tests|benchmarks|docs|examples"
 PATH = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.*-]*)")
-MODULE = re.compile(r"(?<![\w./])((?:autopar|benchmarks)\.[a-z_][\w.]*)")
+MODULE = re.compile(r"(?<![\w./])((?:autopar|benchmarks)\.(?!md\b)[a-z_][\w.]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 REPLACED = [
     "as_placed",
@@ -59,6 +61,13 @@ def test_modules_exist(document: Path) -> None:
 def test_no_replaced_names(document: Path) -> None:
     text = document.read_text()
     assert [name for name in REPLACED if name in text] == []
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: path.name)
+def test_sentences_are_short(document: Path) -> None:
+    """`python -m tests.prose --long` lists them for all documents."""
+    text = document.read_text()
+    assert [line for line in sentences(text) if words(line) > MOST_WORDS] == []
 
 
 def exists(name: str) -> bool:

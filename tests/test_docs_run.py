@@ -15,8 +15,21 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_here(document, tmp_path)
 
 
-def test_a_mark_without_a_block_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_block_is_marked(document: Path) -> None:
+    blocks(document)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- run -->\n```text\nnothing\n```\n",
+        "```python\nnothing\n```\n",
+        "```\nnothing\n```\n",
+    ],
+)
+def test_marks_and_blocks_without_each_other_are_told(tmp_path: Path, text: str) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- run -->\n```text\nnothing\n```\n")
-    with pytest.raises(ValueError, match="is not followed"):
+    page.write_text(text)
+    with pytest.raises(ValueError, match=r"page\.md"):
         blocks(page)

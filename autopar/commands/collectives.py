@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.help_text import add_command
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
@@ -55,6 +55,7 @@ def add_to(commands: Any) -> None:
         help="output of nccl-tests with NCCL_ALGO and NCCL_PROTO set; --tuner then writes the "
         "fastest measured combination",
     )
+    add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 
 
@@ -83,10 +84,23 @@ def run(options: argparse.Namespace) -> int:
         if not times:
             raise
         notes.append(f"no planner's price: {error}")
-    console = PlainConsole()
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    title = f"{collective} of {nbytes:,} bytes ({human_bytes(nbytes)}): {shape}, on {cluster.name}"
+    if options.tuner and tuning is not None:
+        text = export([tuning], forced_curves(options.forced, shape))
+        Path(options.tuner).write_text(text)
+        notes.append(f"wrote {options.tuner}; see docs/cost-model.md for its use")
+    asked = f"{collective} of {nbytes:,} bytes ({human_bytes(nbytes)}): {shape}, on {cluster.name}"
+    bus_bytes = bus_factor(collective, shape.ranks) * nbytes
+    if options.json:
+        found = [_cost_fields(name, cost, bus_bytes) for name, cost in times.items()]
+        print_json({"asked": asked, "bytes": nbytes, "times": found, "notes": notes})
+    else:
+        _print_table(asked, times, bus_bytes, notes)
+    return 0
+
+
+def _print_table(
+    title: str, times: Mapping[str, Cost], bus_bytes: float, notes: Sequence[str]
+) -> None:
     sources = list(dict.fromkeys(cost.provenance for cost in times.values()))
     right = ("ms", "busbw GB/s", "source")
     grid = plain_table(title, ["algorithm/protocol x channels"], right)
@@ -94,17 +108,24 @@ def run(options: argparse.Namespace) -> int:
         grid.add_row(
             name,
             f"{cost.seconds * 1e3:.4g}" + (f" ±{cost.error:.0%}" if cost.error else ""),
-            f"{bus_factor(collective, shape.ranks) * nbytes / cost.seconds / 1e9:.4g}",
+            f"{bus_bytes / cost.seconds / 1e9:.4g}",
             f"{cost.kind} [{sources.index(cost.provenance) + 1}]",
         )
+    console = PlainConsole()
     console.print(grid)
     for line in [*notes, *(f"[{number}] {source}" for number, source in enumerate(sources, 1))]:
-        console.print(line, soft_wrap=True, highlight=False)
-    if options.tuner and tuning is not None:
-        text = export([tuning], forced_curves(options.forced, shape))
-        Path(options.tuner).write_text(text)
-        console.print(f"wrote {options.tuner}; see docs/cost-model.md for its use", highlight=False)
-    return 0
+        console.print(line, highlight=False)
+
+
+def _cost_fields(name: str, cost: Cost, bus_bytes: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "seconds": cost.seconds,
+        "error": cost.error,
+        "bus_bytes_per_s": bus_bytes / cost.seconds,
+        "kind": cost.kind,
+        "provenance": cost.provenance,
+    }
 
 
 def cluster_for(name: str, shape: GroupShape) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autopar.commands.help_text import add_command
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.cost_model.cluster.import_nccl_tests import import_nccl_tests
@@ -38,6 +38,7 @@ def add_to(commands: Any) -> None:
         help="groups of one shape take equally long wherever they are (behind switches): allow "
         "times of other shapes to be derived",
     )
+    add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 
 
@@ -54,6 +55,9 @@ def run(options: argparse.Namespace) -> None:
         uniform=options.uniform,
     )
     cluster.save(options.output)
+    if options.json:
+        print_json(cluster.to_dict())
+        return
     right = ("sizes", "from", "to", "takes", "GB/s at most")
     drawn = plain_table(cluster.name, ("collective", "groups"), right)
     for key, entry in sorted(cluster.curves.items()):
@@ -71,4 +75,4 @@ def run(options: argparse.Namespace) -> None:
     console = PlainConsole()
     console.print(drawn)
     for key, entry in sorted(cluster.curves.items()):
-        console.print(f"{key}: {entry.provenance}", markup=False, soft_wrap=True)
+        console.print(f"{key}: {entry.provenance}", markup=False)

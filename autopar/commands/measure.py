@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autopar.capture.model_info import default_device
-from autopar.commands.help_text import add_command
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import budget_s, processes, ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import default_processes, launch
@@ -47,6 +47,7 @@ def add_to(commands: Any) -> None:
     add("--mesh", type=mesh_of, help="only groups along the axes of this mesh, such as dp=2,tp=4")
     add("--no-cache", action="store_true", help="neither read nor write the cache")
     add("--force", action="store_true", help="measure even if the cached times still hold")
+    add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 
 
@@ -94,12 +95,13 @@ def _launch(options: argparse.Namespace) -> int:
     words += ["--output", options.output] if options.output else []
     mesh = ",".join(f"{name}={size}" for name, size in (options.mesh or {}).items())
     words += ["--mesh", mesh] if mesh else []
-    words += ["--no-cache"] * options.no_cache + ["--force"] * options.force
+    for name in ("no_cache", "force", "json"):
+        words += [f"--{name.replace('_', '-')}"] * getattr(options, name)
     return launch("-m", nproc, ["autopar", "measure", *words])
 
 
 def _measure(options: argparse.Namespace) -> None:
-    console = PlainConsole()
+    console = PlainConsole(stderr=options.json)
     with _progress(console) as tell:
         cluster = measure(
             sizes=options.sizes,
@@ -114,7 +116,10 @@ def _measure(options: argparse.Namespace) -> None:
         return
     if options.output:
         cluster.save(options.output)
-    console.print(table(cluster))
+    if options.json:
+        print_json(cluster.to_dict())
+    else:
+        console.print(table(cluster))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from autopar.common.checks import MAX_RANKS, count, nbytes, seconds, short_repr
+from autopar.common.checks import MAX_RANKS, count, nbytes, number, seconds, short_repr
 
 T = TypeVar("T")
 
@@ -24,6 +24,11 @@ def budget_s(text: str) -> float:
 def limit_s(text: str) -> float:
     """A number of seconds from 0."""
     return _read(lambda: seconds("", float(text), zero=True), text, "a number of seconds from 0")
+
+
+def amount(text: str) -> float:
+    """A positive number, such as a price."""
+    return _read(lambda: number("", float(text), ""), text, "a positive number")
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

@@ -11,6 +11,7 @@ from typing import Any
 from autopar.api import plan as make_plan
 from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import limit_s, ranks
+from autopar.commands.plain_console import PlainConsole
 from autopar.commands.progress import progress_bar
 from autopar.commands.script import MAKE, load
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
@@ -18,7 +19,7 @@ from autopar.errors import StrategyError
 from autopar.ir.placement import placement_of
 from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.strategy import MESH, Strategy
-from autopar.report.brief import brief, figures, wrapped
+from autopar.report.brief import brief, coloured, figures, wrapped
 from autopar.report.explain import with_reasons
 from autopar.report.plan import Plan
 
@@ -85,8 +86,10 @@ def print_plan(plan: Plan, options: argparse.Namespace) -> None:
         print_json(figures(plan))
     elif options.explain:
         print(wrapped(with_reasons(plan)))
+    elif options.verbose:
+        print(wrapped(str(plan)))
     else:
-        print(wrapped(str(plan)) if options.verbose else brief(plan))
+        PlainConsole().print(coloured(brief(plan)), highlight=False, soft_wrap=True)
 
 
 def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:

@@ -7,6 +7,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.commands.help_text import add_command
+from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import steps
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import add_script, launch
@@ -30,7 +31,6 @@ from autopar.profiler.profiler import COUNT, FOLDER, REFIT, WARM_STEPS
 from autopar.profiler.report import Again, Profile, Side, find
 
 _SHOWN = 12  # operators
-_WIDTH = 100
 
 
 def add_to(commands: Any) -> None:
@@ -55,6 +55,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="write the cluster to FILE and the operators' times to the cache, as recorded",
     )
+    add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 
 
@@ -72,10 +73,13 @@ def run(options: argparse.Namespace) -> int:
             f"{WARM_STEPS + options.steps + 1} steps of one shape or more on a model from "
             "autopar.compile with backend='eager', not cut into stages (pp)."
         )
-    show(profiles, PlainConsole(markup=True, width=None if sys.stdout.isatty() else _WIDTH))
+    if options.json:
+        print_json(document(profiles))
+    else:
+        show(profiles, PlainConsole(markup=True))
     if options.trace:
         write_trace(options.trace, trace(profiles))
-        print(printable(f"wrote {options.trace}: open it in ui.perfetto.dev"))
+        print(printable(f"wrote {options.trace}: open it in ui.perfetto.dev"), file=sys.stderr)
     return status
 
 
@@ -87,6 +91,25 @@ def trace(profiles: list[Profile]) -> dict[str, Any]:
     groups = [slices_of(name, side.events) for name, side in sides.items()]
     flows = (flow for own in groups for flow in waited(own, profiles[0].wait_of))
     return chrome_trace(itertools.chain.from_iterable(groups), memory, flows)
+
+
+def document(profiles: list[Profile]) -> dict[str, Any]:
+    """Figures of the slowest rank and the bottlenecks, for programs; seconds."""
+    slowest = max(profiles, key=lambda profile: profile.measured.step_s)
+    return {
+        "rank": slowest.rank,
+        "steps_s": slowest.steps_s,
+        **{name: _figures(getattr(slowest, name)) for name in ("measured", "predicted")},
+        "figures": dict(slowest.kinds),
+        "cluster": slowest.cluster,
+        "bottlenecks": [asdict(item) for item in find(profiles)],
+        "planned_again": asdict(slowest.again) if slowest.again else None,
+    }
+
+
+def _figures(side: Side) -> dict[str, Any]:
+    names = ("step_s", "operators", "waits", "outside_s")
+    return {name: getattr(side, name) for name in names}
 
 
 def show(profiles: list[Profile], console: Console) -> None:
@@ -168,7 +191,7 @@ def _operators(measured: Side, predicted: Side) -> Table:
 
 def _table(title: str) -> Table:
     table = plain_table(title, [""], ("measured", "predicted", "error"))
-    table.columns[0].max_width = 60
+    table.columns[0].max_width = 42
     return table
 
 

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from autopar.api import plan as make_plan
 from autopar.commands.help_text import JSON, add_command, print_json
-from autopar.commands.option_types import limit_s, ranks
+from autopar.commands.option_types import amount, limit_s, ranks
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import MAKE, load
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.plan.strategy import SEARCHED, ZERO_OF_NAME, Strategy
-from autopar.report.error_bars import STEPS
+from autopar.report.html.scaling import scaling_page
 from autopar.report.plan import Plan
+from autopar.report.scaling import ScalePoint, Scaling
 
 DEFAULT = ("ddp", "zero1", "zero3", "tp8+zero1")
 _FIELDS = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "m": "micro_batches"}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A strategy on a number of GPUs.
-
-    Attributes:
-        gpus: number of GPUs.
-        rate: tokens per second of all GPUs, or rows without tokens; 0 if it does not run.
-        used: model FLOPs utilisation; 0 if unknown.
-        why: reason why it does not run.
-    """
-
-    gpus: int
-    rate: float
-    used: float
-    why: str = ""
 
 
 def add_to(commands: Any) -> None:
@@ -49,9 +31,10 @@ def add_to(commands: Any) -> None:
     parser = add_command(
         commands,
         "scale",
-        "predict throughput and efficiency by number of GPUs, for each strategy",
-        "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --strategies ddp,zero3",
-        "The global batch of make() is the same in every cell.",
+        "predict throughput, memory and cost by number of GPUs, for each strategy",
+        "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --strategies ddp,zero3\n"
+        "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --price 2.5 --report scale.html",
+        "The global batch of make() is the same for every number of GPUs.",
         usage="autopar scale SCRIPT --cluster NAME --gpus 8,64,512 [OPTIONS] [-- ARGUMENTS]",
     )
     add = parser.add_argument
@@ -63,103 +46,65 @@ def add_to(commands: Any) -> None:
         default=",".join(DEFAULT),
         help="such as ddp,zero3,tp8+zero1,pp4+tp8+m16+zero1,fastest: ZeRO, axes, micro-batches",
     )
+    add("--price", type=amount, help="price of a GPU hour, for the cost of a million tokens")
+    add("--report", metavar="FILE", help="HTML file to write charts to")
     add("--backend", default="inductor", help="as for autopar plan")
-    add("--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each cell")
+    add("--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each number")
     add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """`autopar scale`: the global batch is the same in every cell."""
+    """`autopar scale`: the global batch is the same for every number of GPUs."""
     model, inputs = load(options.script, options.rest)
-    sizes = options.gpus
     strategies = {name: strategy_of(name) for name in options.strategies.split(",")}
+    made = list[Plan]()
 
     def planned(strategy: Strategy, gpus: int) -> Plan:
-        return make_plan(
-            model,
-            gpus,
-            example_inputs=inputs,
-            strategy=strategy,
-            cluster=cluster_for(options.cluster, gpus),
-            backend=options.backend,
-            time_limit_s=options.time_limit,
+        made.append(
+            make_plan(
+                model,
+                gpus,
+                example_inputs=inputs,
+                strategy=strategy,
+                cluster=cluster_for(options.cluster, gpus),
+                backend=options.backend,
+                time_limit_s=options.time_limit,
+            )
         )
+        return made[-1]
 
-    rows = {name: list(cells(s, sizes, planned)) for name, s in strategies.items()}
+    rows = {name: list(points(s, options.gpus, planned)) for name, s in strategies.items()}
+    work = made[0].prediction.work if made and made[0].prediction else None
+    unit = "rows" if work and not work.tokens else "tokens"
+    cap = made[0].memory_cap if made else None
+    found = Scaling(type(model).__name__, options.cluster, rows, unit, options.price, cap)
+    if options.report:
+        Path(options.report).write_text(scaling_page(found), encoding="utf-8")
     if options.json:
-        print_json(document(rows))
+        print_json(found.to_dict())
         return
-    title = f"{type(model).__name__} on {options.cluster}, one global batch"
-    console = PlainConsole(markup=True, width=None if sys.stdout.isatty() else 120)
-    console.print(table(title, sizes, rows))
-    for name, row in rows.items():
-        for cell in row:
-            if cell.why:
-                print(f"{name} on {cell.gpus}: {cell.why}")
+    console = PlainConsole()
+    console.print(found.table())
+    for line in found.failures():
+        console.print(line, soft_wrap=True, highlight=False)
 
 
-def cells(
+def points(
     strategy: Strategy, sizes: Sequence[int], planned: Callable[[Strategy, int], Plan]
-) -> Iterator[Cell]:
-    """A strategy on each number of GPUs; errors become the cell's reason."""
+) -> Iterator[ScalePoint]:
+    """A strategy on each number of GPUs; errors become the point's reason."""
     for gpus in sizes:
         try:
-            p = planned(strategy, gpus).prediction
+            plan = planned(strategy, gpus)
         except OutOfMemoryError as error:
-            yield Cell(gpus, 0.0, 0.0, f"does not fit, {human_bytes(error.shortfall)} too much")
+            why = f"does not fit, {human_bytes(error.shortfall)} too much"
+            yield ScalePoint(gpus, why=why)
         except AutoparError as error:
-            yield Cell(gpus, 0.0, 0.0, str(error))
+            yield ScalePoint(gpus, why=str(error))
         else:
-            assert p is not None, "a given cluster is always priced"
-            assert p.work is not None
-            rate = (p.work.tokens or p.work.rows) / p.step_s
-            yield Cell(gpus, rate, p.work.utilisation(p.step_s, gpus))
-
-
-def document(rows: dict[str, list[Cell]]) -> list[dict[str, Any]]:
-    """The cells as JSON: throughput a second, and model FLOPs utilisation."""
-    return [
-        {
-            "strategy": name,
-            "gpus": cell.gpus,
-            "rate": cell.rate or None,
-            "utilisation": cell.used or None,
-            "why": cell.why or None,
-        }
-        for name, row in rows.items()
-        for cell in row
-    ]
-
-
-def table(title: str, sizes: Sequence[int], rows: dict[str, list[Cell]]) -> Table:
-    """Throughput, efficiency relative to the fewest GPUs, and utilisation."""
-    grid = Table("strategy", title=title, title_justify="left")
-    for gpus in sizes:
-        grid.add_column(f"{gpus} GPUs", justify="right")
-    best = [max(column, key=lambda cell: cell.rate) for column in zip(*rows.values(), strict=True)]
-    for name, row in rows.items():
-        first = next((cell for cell in row if cell.rate), None)
-        texts = []
-        for cell, top in zip(row, best, strict=True):
-            text = _text(cell, first)
-            texts.append(f"[bold]{text}[/bold]" if cell.rate and cell is top else text)
-        grid.add_row(name, *texts)
-    bar = STEPS["modelled"]
-    slow, fast = bar.of_rate(1.0)
-    grid.caption = (
-        "tokens/s, efficiency against the fewest GPUs, model FLOPs utilisation; rates may be "
-        f"{slow:.2f} to {fast:.2f} times these (nine in ten of {bar.source})"
-    )
-    return grid
-
-
-def _text(cell: Cell, first: Cell | None) -> str:
-    if first is None or not cell.rate:
-        return "-"
-    efficiency = cell.rate / cell.gpus / (first.rate / first.gpus)
-    used = f" {cell.used:.0%}" if cell.used else ""
-    return f"{cell.rate:,.0f} {efficiency:.0%}{used}"
+            assert plan.prediction is not None, "a given cluster is always priced"
+            yield ScalePoint.of(gpus, plan.name, plan.prediction)
 
 
 def strategy_of(text: str) -> Strategy:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
 from torch import nn
 
 from autopar.capture.model_info import describe_parameters, device_of
-from autopar.commands.help_text import add_command
+from autopar.commands.help_text import add_command, print_json
 from autopar.commands.option_types import rank
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.plan import add_amount, print_plan
@@ -22,11 +20,10 @@ from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.driver.inspect import planned_strategies, program_text
 from autopar.formatting import printable
 from autopar.passes.tensor_parallel.partition_axis import complete_strategies
+from autopar.plan.spec import check_plan
 from autopar.planner.placement.costs import PlacementCosts
-from autopar.planner.placement.table import placement_tables
+from autopar.planner.placement.table import PlacementTable, placement_tables
 from autopar.report.plan import Plan
-
-_WIDTH = 160
 
 
 def add_to(commands: Any) -> None:
@@ -67,16 +64,21 @@ def run(options: argparse.Namespace) -> None:
     """`autopar show`."""
     plan = Plan.load(options.plan)
     if options.graph:
-        model, example_inputs = load(options.graph)
+        model, example_inputs = load(options.graph, options.rest)
         disable = tuple(filter(None, options.disable.split(",")))
         text = program_text(model, example_inputs, plan=plan, rank=options.rank, disable=disable)
         print(printable(text))
         return
     if options.placements:
         cluster = Cluster.load(options.cluster) if options.cluster else None
-        console = PlainConsole(width=None if sys.stdout.isatty() else _WIDTH)
-        for item in placements(*load(options.placements), plan, cluster):
-            console.print(item, markup=False, highlight=False, soft_wrap=isinstance(item, str))
+        found = placements(*load(options.placements, options.rest), plan, cluster)
+        if options.json:
+            print_json([item if isinstance(item, str) else item.to_dict() for item in found])
+            return
+        console = PlainConsole()
+        for item in found:
+            shown = item if isinstance(item, str) else item.table()
+            console.print(shown, markup=False, highlight=False)
         return
     if options.timeline:
         plan.timeline(options.timeline)
@@ -85,12 +87,12 @@ def run(options: argparse.Namespace) -> None:
 
 def placements(
     model: nn.Module, example_inputs: Any, plan: Plan, cluster: Cluster | None
-) -> Iterator[Table | str]:
+) -> Iterator[PlacementTable | str]:
     """Placements of all tensors along each model-parallel axis of a plan.
 
     Times are those of the cluster, modelled if it is None. Raises PlanError for another model.
     """
-    plan.check(model, describe_parameters(model).values(), plan.world_size)
+    check_plan(plan, model, describe_parameters(model).values(), plan.world_size)
     if not plan.partitions:
         yield f"{plan.name}: the model is not partitioned; plan with Strategy(tp=...), or --tp"
     cluster = cluster or Cluster.default(plan.world_size, device_of(model).type)

@@ -16,7 +16,9 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.stage_lowering import GATHER_ONCE_STAGES, split_plan_stages
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies, rescale_interleave, rows_of
+from autopar.plan.spec import check_plan
 from autopar.planner.placement.unmeasured import repartition
 from autopar.report.plan import Plan
 from autopar.runtime.codegen.program import with_axes
@@ -35,9 +37,9 @@ def program_text(
     Raises:
         PlanError: the plan is for another model.
     """
-    plan.check(model, describe_parameters(model).values(), plan.world_size)
+    check_plan(plan, model, describe_parameters(model).values(), plan.world_size)
     backend = plan.comm_backend
-    coordinate = plan.mesh_coordinate(rank)
+    coordinate = Layout(plan).coordinate(rank)
     graph = _capture_under(plan, model, example_inputs, coordinate[DATA_AXIS])
     planned = {
         axis: (before, op_strategies)
@@ -75,7 +77,7 @@ def planned_strategies(
         return repartition(graph, partitions[axis]) if op_strategies is None else op_strategies
 
     graph = with_axes(_capture_under(plan, model, example_inputs, 0), plan)
-    return partition_in_order(partitions, graph, plan.mesh_coordinate(0), find)
+    return partition_in_order(partitions, graph, Layout(plan).coordinate(0), find)
 
 
 def _capture_under(

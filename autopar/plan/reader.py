@@ -15,6 +15,7 @@ from autopar.errors import PlanError, StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard, placement_of
 from autopar.plan.compression import Compression
+from autopar.plan.layout import Layout
 from autopar.plan.partition import parse_op_strategy
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import SCHEMA_VERSION, PlanSpec
@@ -137,7 +138,8 @@ def _check_messages(plan: PlanSpec) -> None:
             together = f"has {own.intra_node} ranks of {own.axis!r} together: not $.mesh"
             raise FieldError(f"$.levels[{index}]", together)
         _check_unique(f"$.levels[{index}].from_bytes", (kind for kind, _ in own.from_bytes))
-    if plan.hybrid and plan.shard_axis not in plan.axes:
+    layout = Layout(plan)
+    if plan.hybrid and layout.shard_axis not in layout.axes:
         raise FieldError("$.hybrid", "is true, but no $.levels divide the data's axis")
     if len(plan.bucket_bytes) not in (0, 2):
         raise FieldError("$.bucket_bytes", "is neither empty nor of gathers and reductions")

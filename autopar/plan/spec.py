@@ -13,19 +13,13 @@ import msgspec
 import torch
 from torch import nn
 
-from autopar.common.checks import count
 from autopar.common.documents import Amount, Count, Positive, Ranks
 from autopar.errors import PlanError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import (
     DATA_AXIS,
-    DATA_STORAGE_AXES,
-    INTER_NODE,
-    INTRA_NODE,
     Levels,
-    level,
 )
-from autopar.ir.placement import Placement, Replicate, Shard, placement_of
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
@@ -152,110 +146,6 @@ class PlanSpec:
         """Number of model-parallel ranks: the product of tp, cp and ep."""
         return self.world_size // self.dp_size // self.pp_size
 
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether some parameter is sharded between steps."""
-        sharded = self.dp_size > 1 and any(stage for _, stage in self.zero_stages)
-        return sharded or any(partition.parameters for partition in self.partitions)
-
-    @property
-    def interleaves(self) -> bool:
-        """Whether some parameter has an interleaved shard placement."""
-        placements = (p for each in self.partitions for p in each.layouts.values())
-        return any(isinstance(p, Shard) and p.interleave > 1 for p in placements)
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Sizes of the mesh axes and of their levels."""
-        mesh = dict(self.mesh)
-        return mesh | {k: n for own in self.levels for k, n in own.sizes(mesh[own.axis]).items()}
-
-    @property
-    def shard_axis(self) -> str:
-        """Axis or level that ZeRO shards parameters over."""
-        return level(DATA_AXIS, INTRA_NODE) if self.hybrid else DATA_AXIS
-
-    @property
-    def storage(self) -> tuple[tuple[str, int], ...]:
-        """Mesh of the parameters, with torch's names for the levels of a hybrid data axis."""
-        if not self.hybrid:
-            return self.mesh
-        levels = zip(DATA_STORAGE_AXES, (INTER_NODE, INTRA_NODE), strict=True)
-        parts = [(name, self.axes[level(DATA_AXIS, part)]) for name, part in levels]
-        own = [parts if axis == DATA_AXIS else [(axis, size)] for axis, size in self.mesh]
-        return tuple(item for items in own for item in items)
-
-    @property
-    def shard_order(self) -> tuple[str, ...]:
-        """Axes of `storage` in the order of sharding."""
-        data = DATA_STORAGE_AXES if self.hybrid else (DATA_AXIS,)
-        return (*(partition.axis for partition in self.partitions), *data)
-
-    def mesh_coordinate(self, rank: int) -> dict[str, int]:
-        """Coordinate of a rank on each axis; the last axis varies fastest."""
-        count("rank", rank, 0, self.world_size - 1)
-        found = {}
-        for axis, size in reversed(self.mesh):
-            rank, found[axis] = divmod(rank, size)
-        return found
-
-    def parameters_on(self, rank: int) -> frozenset[str] | None:
-        """Parameters of which a rank stores something; None for all."""
-        if self.pipeline is None or self.pp_size == 1:
-            return None
-        return self.pipeline.held(self.mesh_coordinate(rank)["pp"]) | {*self.changed}
-
-    def share_of(self, name: str) -> float:
-        """Fraction of a parameter that a rank stores between steps."""
-        sizes, share = dict(self.storage), 1.0
-        for axis, placement in self.layout(name).items():
-            share /= sizes[axis] if isinstance(placement, Shard) else 1
-        return share
-
-    def layout(self, name: str) -> dict[str, Placement]:
-        """Placement of a parameter between steps along each axis, in `shard_order`."""
-        whole = Replicate()
-        found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in self.partitions}
-        if self.dp_size > 1 or not self.partitions:
-            found |= dict.fromkeys(self.shard_order[len(self.partitions) :], whole)
-            found[self.shard_order[-1]] = placement_of(dict(self.placements)[name])
-        return found
-
-    @property
-    def unsharded_grad_params(self) -> tuple[str, ...]:
-        """Parameters whose gradients are reduced once per step, not per micro-batch."""
-        zero = dict(self.zero_stages)
-
-        def block(name: str) -> str:
-            inside = (b for b in zero if b and name.startswith(b + "."))
-            return max(inside, key=len, default="")
-
-        return tuple(name for name, _ in self.parameter_bytes if zero.get(block(name), 0) < 2)
-
-    def check(self, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int) -> None:
-        """Checks that this plan fits a model.
-
-        Raises:
-            PlanError: The plan was made for another model or number of ranks.
-        """
-        ours = fingerprint(parameters := list(parameters))
-        if self.world_size != world_size:
-            raise PlanError(
-                f"the plan is for {self.world_size} ranks, but {world_size} are running. "
-                "Plan again, or launch that many."
-            )
-        if self.fingerprint != ours:
-            sizes = dict(self.parameter_bytes)
-            names = {p.name: p.bytes for p in parameters}
-            changed = [n for n in {**sizes, **names} if sizes.get(n) != names.get(n)]
-            detail = ", ".join(sorted(changed)[:5]) or "order or dtype of parameters"
-            ours = type(model).__name__
-            kind = f"{self.model}, not {ours}" if ours != self.model else f"a {ours} of other sizes"
-            raise PlanError(
-                f"the plan was made for another model ({kind}); they differ in: {detail}. "
-                "Plan again with autopar.plan(model, ...)."
-            )
-
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can store."""
         return json.loads(json.dumps(asdict(self)))
@@ -272,6 +162,33 @@ class PlanSpec:
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
         Path(path).write_text(self.to_json())
+
+
+def check_plan(
+    plan: PlanSpec, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int
+) -> None:
+    """Checks that a plan fits a model.
+
+    Raises:
+        PlanError: The plan was made for another model or number of ranks.
+    """
+    ours = fingerprint(parameters := list(parameters))
+    if plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, but {world_size} are running. "
+            "Plan again, or launch that many."
+        )
+    if plan.fingerprint != ours:
+        sizes = dict(plan.parameter_bytes)
+        names = {p.name: p.bytes for p in parameters}
+        changed = [n for n in {**sizes, **names} if sizes.get(n) != names.get(n)]
+        detail = ", ".join(sorted(changed)[:5]) or "order or dtype of parameters"
+        ours = type(model).__name__
+        kind = f"{plan.model}, not {ours}" if ours != plan.model else f"a {ours} of other sizes"
+        raise PlanError(
+            f"the plan was made for another model ({kind}); they differ in: {detail}. "
+            "Plan again with autopar.plan(model, ...)."
+        )
 
 
 def fingerprint(parameters: Iterable[ParameterInfo]) -> str:

@@ -1,4 +1,4 @@
-"""`brief`: a plan in about six lines of 80 columns. `figures`: the same facts for JSON."""
+"""`brief`: a plan in a few lines of 80 columns. `figures`: the same facts for JSON."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from autopar.formatting import human_bytes, printable
 from autopar.formatting import milliseconds as _ms
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.precision import precision_line
-from autopar.report.verdict import verdict_lines
+from autopar.report.verdict import NO_BASELINE, compared
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
+    from autopar.plan.search_outcome import SearchOutcome
     from autopar.plan.spec import PlanSpec
 
 WIDTH = 80
@@ -23,8 +26,8 @@ WIDTH = 80
 
 _INDENT = 12
 
-_NOTE = 2 * (WIDTH - _INDENT)
-"""Characters of a note; the tables have all of it."""
+_NOTES = 3
+"""Number of notes, each cut to a line; the tables have all of them."""
 
 _WORDS: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 
@@ -40,9 +43,20 @@ def brief(plan: PlanSpec) -> str:
     else:
         lines += (_line(name, text) for name, text in _predicted(plan, p))
     lines += (
-        _line("note", textwrap.shorten(note, _NOTE, placeholder=" ...")) for note in plan.notes
+        _line("note", textwrap.shorten(note, WIDTH - _INDENT, placeholder=" ..."))
+        for note in plan.notes[:_NOTES]
     )
+    if (more := len(plan.notes) - _NOTES) > 0:
+        lines.append(_line("", f"{more} more note(s): -v or print(plan) shows them all"))
     return printable("\n".join(lines))
+
+
+def coloured(text: str) -> Text:
+    """The lines of `brief` for a terminal: the plan in bold, the names of lines in colour."""
+    found = Text(text)
+    found.highlight_regex(r"\A.*", "bold")
+    found.highlight_regex(r"(?m)^  (\w+( \w+)?)(?=  )", "cyan")
+    return found
 
 
 def wrapped(text: str) -> str:
@@ -96,19 +110,35 @@ def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
         other = min(faster, key=lambda other: other.step_s)
         slower = f", {other.step_s / p.step_s - 1:.0%} slower" if p.step_s else ""
         yield "next best", f"{other.name}: {_ms(other.step_s)}{slower}"
-    for line, name in zip(verdict_lines(plan), ("verdict", "searched"), strict=False):
-        yield name, line.removeprefix("verdict: ")
+    if plan.search is not None:
+        yield from _searched(plan.search, p.step_s)
+
+
+def _searched(found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
+    """Gain over torch's data parallelism; extent and gap of the search."""
+    gain = found.gain(step_s)
+    than = f"the best of DDP and fully_shard ({_ms(found.baseline_s)})"
+    yield "verdict", NO_BASELINE if gain is None else f"{compared(gain)} {than}"
+    if not found.looked:
+        return
+    meshes = "1 mesh" if found.looked == 1 else f"{found.looked} meshes"
+    bound = f"a better plan saves at most {found.gap(step_s):.1%}"
+    over = "" if found.complete else "time was over: "
+    yield (
+        "searched",
+        f"{over}{meshes}, {found.left_out} left out; {bound if found.bound_s else 'no bound'}",
+    )
 
 
 def _step(plan: PlanSpec, p: Prediction) -> str:
-    """Step time with its interval, throughput, and utilisation."""
+    """Step time with its interval, throughput, and model FLOPs utilisation."""
     low, high = step_interval(p).of(p.step_s)
     parts = [f"{_ms(p.step_s)} predicted ({low * 1e3:,.1f} to {high * 1e3:,.1f})"]
     if p.work is not None and p.step_s:
         done, unit = (p.work.tokens, "tokens") if p.work.tokens else (p.work.rows, "rows")
         parts.append(f"{done / p.step_s:,.0f} {unit}/s")
         if used := p.work.utilisation(p.step_s, plan.world_size):
-            parts.append(f"model FLOPs utilisation {used:.1%}")
+            parts.append(f"MFU {used:.1%}")
     return ", ".join(parts)
 
 

@@ -16,6 +16,7 @@ from autopar.cost_model.memory.allocator import CONTEXT_SOURCE
 from autopar.cost_model.simulator.exposure import CAUSES, Exposure
 from autopar.formatting import human_bytes, memory_text, printable
 from autopar.ir.mesh_levels import DATA_STORAGE_AXES
+from autopar.plan.layout import Layout
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.precision import precision_line
 from autopar.report.verdict import verdict_lines
@@ -47,7 +48,7 @@ def layout(plan: PlanSpec) -> list[str]:
     for blocks, stage, level in _runs(plan):
         names = [n for n in sizes if _block_of(n, plan) in blocks]
         whole = sum(sizes[n] for n in names)
-        held = sum(sizes[n] * plan.share_of(n) for n in names)
+        held = sum(sizes[n] * Layout(plan).share_of(n) for n in names)
         if not names:
             continue
         kinds = "sharded" if held < whole else "whole"
@@ -68,7 +69,7 @@ def levels(plan: PlanSpec) -> list[str]:
     """Hierarchical collectives, and replicated shards."""
     found = []
     if plan.hybrid:
-        copies = dict(plan.storage)[DATA_STORAGE_AXES[0]]
+        copies = dict(Layout(plan).storage)[DATA_STORAGE_AXES[0]]
         found.append(f"ZeRO shards over {plan.dp_size // copies} neighbours, in {copies} copies")
     for own in plan.levels:
         if kinds := [f"{kind} from {human_bytes(least)}" for kind, least in own.from_bytes]:

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.cost_model.simulator.chrome_trace import Bytes, Flow, Slice, chrome_trace, waited
 from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.errors import PlanError
+from autopar.plan.layout import Layout
 from autopar.plan.prediction import Prediction
 from autopar.plan.report_data import CollectiveCall, StageProgram, TimelineEvent
 from autopar.plan.spec import PlanSpec
@@ -47,7 +48,7 @@ def trace(plan: PlanSpec) -> dict[str, Any]:
         Slice(rank, "blocks", block or "outside of blocks", start_s, end_s, phase)
         for block, phase, start_s, end_s in p.report_data.spans
     ]
-    program = _program(p.events, p.report_data.calls, rank, dict(plan.axes))
+    program = _program(p.events, p.report_data.calls, rank, dict(Layout(plan).axes))
     program.sort(key=lambda item: (item.row != COMPUTE, item.group, item.row))
     flows = _flows(program, p.report_data.calls)
     return chrome_trace([*blocks, *program], {rank: _memory(p)}, flows)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 EQUAL = 0.005
 """Relative difference of two predicted steps that counts as none."""
 
+NO_BASELINE = "neither DDP nor fully_shard was found to fit"
+
 
 def verdict_lines(plan: PlanSpec) -> Iterator[str]:
     """Lines on the outcome of the search behind a plan."""
@@ -21,16 +23,17 @@ def verdict_lines(plan: PlanSpec) -> Iterator[str]:
         return
     gain = found.gain(cost.step_s)
     if gain is None:
-        yield "verdict: neither DDP nor fully_shard was found to fit"
+        yield f"verdict: {NO_BASELINE}"
     else:
         best = f"{found.baseline}: {milliseconds(found.baseline_s)}"
-        than = f"{_compared(gain)} the best of DDP and fully_shard"
+        than = f"{compared(gain)} the best of DDP and fully_shard"
         yield f"verdict: {than} ({best}), by prediction"
     if found.looked:
         yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
 
 
-def _compared(gain: float) -> str:
+def compared(gain: float) -> str:
+    """A relative speed in words, such as "2.0% faster than"."""
     if abs(gain) < EQUAL:
         return "as fast as"
     return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'} than"

@@ -31,6 +31,7 @@ from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import even_rows
 from autopar.ir.roles import Output
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.plan.layout import Layout
 from autopar.plan.partition import (
     NodeStrategies,
     Partition,
@@ -146,7 +147,7 @@ class ExecutionContext:
     @property
     def stage(self) -> int:
         """This rank's index along the pipeline, 0 without one."""
-        return self.plan.mesh_coordinate(rank()).get("pp", 0) if self.plan is not None else 0
+        return Layout(self.plan).coordinate(rank()).get("pp", 0) if self.plan is not None else 0
 
     def index_model(self) -> None:
         """Drops the index if the model has changed; runs before every call."""
@@ -291,7 +292,7 @@ class ExecutionContext:
                 )
             return rescale_interleave(op_strategies, graph, rows, rows_of(graph))
 
-        coordinate = plan.mesh_coordinate(rank())
+        coordinate = Layout(plan).coordinate(rank())
         steps = partition_in_order(partitions, graph, coordinate, find_strategies)
         return tuple(op_strategies for _, _, op_strategies in steps)
 

@@ -18,6 +18,7 @@ from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir.placement import Shard
+from autopar.plan.layout import Layout
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import call_entries
@@ -247,7 +248,7 @@ class DistributedModule(StatefulModule):
         one. Optimizers forget remote parameters before their first step.
         """
         found = list(super().named_parameters(prefix, recurse, remove_duplicate))
-        held = self.plan.parameters_on(rank()) if self.plan is not None else None
+        held = Layout(self.plan).parameters_on(rank()) if self.plan is not None else None
         if self._deferred is None:
             yield from [(n, p) for n, p in found if not is_remote(p)] or found
         elif held is None:

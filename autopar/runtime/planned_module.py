@@ -20,6 +20,7 @@ from autopar.errors import CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Shard
+from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
@@ -177,7 +178,7 @@ class PlannedModule(nn.Module):
     def make_room(self, shapes: Mapping[str, torch.Size]) -> None:
         """Allocates this rank's parts of tensors without values, to load values of these shapes."""
         if self._deferred is not None:
-            held = self.plan.parameters_on(rank()) if self.plan is not None else None
+            held = Layout(self.plan).parameters_on(rank()) if self.plan is not None else None
             self._deferred.make_room(shapes, held)
             self._context.reindex_model()
 
@@ -223,8 +224,9 @@ class PlannedModule(nn.Module):
         )
         if options != self._options:
             context.options, context.rng = options, RandomStream(options, self._device)
-        self.mesh = mesh = make_mesh(self._device, plan.storage, ("pp", *plan.shard_order))
-        context.groups = make_groups(self._device, plan.axes, mesh)
+        layout = Layout(plan)
+        self.mesh = mesh = make_mesh(self._device, layout.storage, ("pp", *layout.shard_order))
+        context.groups = make_groups(self._device, layout.axes, mesh)
         if plan.pp_size > 1:
             context.world = group_of(self._device, (tuple(range(plan.world_size)),))
         run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
@@ -326,19 +328,19 @@ class PlannedModule(nn.Module):
 
         Parameters that the plan shards or drops are not copied whole.
         """
-        pipeline, model = plan.pipeline, self._wrapped[0]
-        local = pipeline.held(plan.mesh_coordinate(rank()).get("pp", 0)) if pipeline else ()
+        pipeline, model, layout = plan.pipeline, self._wrapped[0], Layout(plan)
+        local = pipeline.held(layout.coordinate(rank()).get("pp", 0)) if pipeline else ()
         memo: dict[int, Any] = {}
         for name, parameter in model.named_parameters():
             dropped = plan.pp_size > 1 and name not in {*local, *plan.changed}
-            layout = plan.layout(name).values() if plan.shards_parameters else ()
-            if dropped or any(isinstance(placement, Shard) for placement in layout):
+            placements = layout.of(name).values() if layout.shards_parameters else ()
+            if dropped or any(isinstance(placement, Shard) for placement in placements):
                 memo[id(parameter)] = parameter_like(parameter, parameter.detach())
         made = run_on_all_ranks(lambda: self._copy(memo))
         made._context.options = replace(made._options, recorder=None, on_trial=True)
         made.apply_plan(plan)
         if self._deferred is not None:
-            self._deferred.for_copy(made._wrapped[0]).fill(plan.parameters_on(rank()))
+            self._deferred.for_copy(made._wrapped[0]).fill(layout.parameters_on(rank()))
             made._context.reindex_model()
         return made
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.notices import NumericsNote, warn_once
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
+from autopar.formatting import printable
 from autopar.plan.spec import fingerprint
 from autopar.report.plan import Plan
 from autopar.report.table import compressed
@@ -96,8 +99,15 @@ def compare_training(
         make = optimizer or _sgd
         result = _compare_steps(plain, parallel, batch, loss, make, options, steps, tolerance)
     if rank() == 0:
-        print(result, flush=True)
+        print_verdict(result)
     return result
+
+
+def print_verdict(result: Verification) -> None:
+    """Prints a verdict, on a terminal with PASS in green or FAIL in red."""
+    text = Text(printable(str(result)))
+    text.highlight_regex(r"\A(PASS|FAIL)", "bold green" if result.passed else "bold red")
+    Console().print(text, soft_wrap=True, highlight=False)
 
 
 def verify_first_call(

@@ -30,6 +30,7 @@ from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import split_plan_stages
+from autopar.plan.layout import Layout
 from autopar.runtime.codegen.program import LoweringOptions, generate, with_axes
 from autopar.runtime.process_groups import make_groups, make_mesh
 from benchmarks.gpu.setting import MIB, Setting
@@ -109,7 +110,7 @@ def _kernels_of(device: torch.device, passes: PassPipeline) -> PassPipeline:
 def runner(setting: Setting, plan: autopar.Plan, graph: TrainingGraph) -> Callable[[], None]:
     """Return one forward and backward of a program on random inputs."""
     mesh = make_mesh(setting.device, plan.mesh)
-    groups = make_groups(setting.device, plan.axes, mesh)
+    groups = make_groups(setting.device, Layout(plan).axes, mesh)
     options = LoweringOptions(plan, 0, "nccl", groups, "eager", False, ())
     split = split_forward_backward(graph)
     assert split.backward is not None

@@ -1,6 +1,9 @@
 """`autopar collectives`."""
 
+import json
 from dataclasses import replace
+
+import pytest
 
 from autopar.cli import main
 from autopar.cost_model.cluster.cluster import Cluster
@@ -25,6 +28,16 @@ def test_the_table_and_the_pick(capsys):
     assert f"picks {names[0]} on 16 channels" in text
     assert "By size: tree/ll, " in text
     assert "[2] modelled by NCCL 2.30.3's tuning" in text
+
+
+def test_the_same_as_json(capsys):
+    ask = ("--bytes", "64MB", "--ranks", "16", "--nodes", "2", "--json")
+    document = json.loads(shown(capsys, *ask))
+    price, *algorithms = document["times"]
+    assert price["kind"] == "imported"
+    assert price["bus_bytes_per_s"] == pytest.approx(15 / 8 * 64e6 / price["seconds"])
+    assert algorithms[0]["seconds"] <= algorithms[-1]["seconds"]
+    assert any("picks" in note for note in document["notes"])
 
 
 def test_more_nodes_than_were_measured(capsys):

@@ -1,23 +1,26 @@
 """What `autopar scale` makes of plans, which are other tests' subject."""
 
 import io
+import re
 from typing import cast
 
 import pytest
 from rich.console import Console
 
-from autopar.commands.scale import Cell, cells, strategy_of, table
+from autopar.commands.scale import points, strategy_of
 from autopar.errors import OutOfMemoryError, StrategyError
 from autopar.plan.prediction import Prediction, Work
 from autopar.plan.strategy import Strategy
+from autopar.report.html.scaling import scaling_page
 from autopar.report.plan import Plan
+from autopar.report.scaling import ScalePoint, Scaling
 
 
 def plan_of(step_s: float) -> Plan:
     cost = Prediction(
         step_s, 0.0, step_s, 0.0, 0.0, 1, {}, work=Work(8, 800, 1e12, 1e13, "float32")
     )
-    return cast(Plan, type("Planned", (), {"prediction": cost})())
+    return cast(Plan, type("Planned", (), {"prediction": cost, "name": "zero3"})())
 
 
 def planned(strategy: Strategy, gpus: int) -> Plan:
@@ -30,15 +33,31 @@ def planned(strategy: Strategy, gpus: int) -> Plan:
 
 
 def test_what_runs_is_compared_with_the_fewest_gpus_that_do() -> None:
-    found = list(cells(Strategy(), [1, 2, 3, 4], planned))
+    found = list(points(Strategy(), [1, 2, 3, 4], planned))
     assert found[0].why == "does not fit, 1.0 MiB too much"
     assert found[2].why == "3 does not divide 8 rows"
-    assert found[1] == Cell(2, 800.0, 0.05)
-    console = Console(width=120, file=io.StringIO())
-    console.print(table("title", [1, 2, 3, 4], {"ddp": found}))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "800 100% 5%" in text
-    assert "1,333 83% 4%" in text
+    assert found[1] == ScalePoint(2, "zero3", 1.0, 800.0, 0.05, 1)
+    scaling = Scaling("Model", "dgx-h100", {"ddp": found}, price=3.6, cap_bytes=2**30)
+    console = Console(width=80, file=io.StringIO())
+    console.print(scaling.table())
+    rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    cells = [" ".join(row.split()) for row in rows]
+    assert "ddp 2 800 100% 5% 1 B 2.5" in cells
+    assert "4 1,333 83% 4% 1 B 3" in cells
+    costs = [p["cost_per_million"] for p in scaling.to_dict()["points"] if p["rate"]]
+    assert costs == [pytest.approx(2.5), pytest.approx(3.0)]
+
+
+def test_the_page_draws_every_point_and_stands_alone() -> None:
+    found = list(points(Strategy(), [1, 2, 3, 4], planned))
+    text = scaling_page(Scaling("Model", "dgx-h100", {"ddp": found}, cap_bytes=2**20))
+    assert text.count("<svg") == 4
+    titles = re.findall("<title>(.*?)</title>", text)
+    assert {"ddp on 2: 800", "ddp on 4: 1,333", "ddp on 4: 83%", "ddp on 2: 1 B"} <= {*titles}
+    assert "ddp on 1: does not fit, 1.0 MiB too much" in text
+    assert "http" not in text
+    nothing = Scaling("Model", "dgx-h100", {"ddp": found[:1]})
+    assert "nothing runs" in scaling_page(nothing)
 
 
 def test_strategies_by_name() -> None:

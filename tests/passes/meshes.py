@@ -42,6 +42,7 @@ from autopar.passes.rules.proof.oracle import shard_tensor
 from autopar.passes.split_forward_backward import Split, split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies, rows_of
 from autopar.report.plan import Plan
 from autopar.runtime.codegen.program import with_axes
@@ -71,7 +72,7 @@ class PlannedRanks:
         self.state = {name: tensor.detach().clone() for name, tensor in state}
         self.ranks, pipeline = range(self.plan.world_size), self.plan.pipeline
         self.micro_batches = pipeline.micro_batches if pipeline is not None else 1
-        self.at = [self.plan.mesh_coordinate(rank) for rank in self.ranks]
+        self.at = [Layout(self.plan).coordinate(rank) for rank in self.ranks]
         self.gradients: list[dict[str, Tensor]] = [{} for _ in self.ranks]
         self.outputs: list[Values] = [{} for _ in self.ranks]
 
@@ -140,7 +141,7 @@ class PlannedRanks:
     def shard(self, name: str, value: Tensor, rank: int) -> Tensor:
         """A rank's shard of a parameter or its gradient between steps."""
         sizes = dict(self.plan.mesh)
-        for axis, placement in self.plan.layout(name).items():
+        for axis, placement in Layout(self.plan).of(name).items():
             count, index = sizes[axis], self.at[rank][axis]
             if axis == DATA_AXIS and placement == Shard(0):
                 value = [*chunks(value, count)][index]  # some may be empty

@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.errors import PlanError
+from autopar.plan.layout import Layout
 
 FOLDER = Path(__file__).parent / "schema_6"
 
@@ -23,15 +24,15 @@ def test_schema_6_loads(name: str) -> None:
 def test_axes_and_fields_are_renamed() -> None:
     hybrid, pipeline = (autopar.Plan.load(FOLDER / f"{n}.json") for n in ("hybrid", "pipeline"))
     assert dict(hybrid.mesh) == {"dp": 8, "tp": 2}
-    assert dict(hybrid.storage) == {"dp_replicate": 4, "dp_shard": 2, "tp": 2}
-    assert hybrid.axes == {"dp": 8, "tp": 2, "dp.inter_node": 4, "dp.intra_node": 2}
-    assert set(dict(hybrid.sent_bytes)) <= set(hybrid.axes)
+    assert dict(Layout(hybrid).storage) == {"dp_replicate": 4, "dp_shard": 2, "tp": 2}
+    assert Layout(hybrid).axes == {"dp": 8, "tp": 2, "dp.inter_node": 4, "dp.intra_node": 2}
+    assert set(dict(hybrid.sent_bytes)) <= set(Layout(hybrid).axes)
     assert dict(hybrid.zero_stages)[""] == 3
     assert hybrid.partitions[0].strategies
-    assert dict(pipeline.mesh) == dict(pipeline.storage) == {"pp": 2, "dp": 2}
+    assert dict(pipeline.mesh) == dict(Layout(pipeline).storage) == {"pp": 2, "dp": 2}
     assert hybrid.prediction is not None
-    assert {each.axis for each in hybrid.prediction.report_data.traffic} <= set(hybrid.axes)
-    assert {each.axis for each in hybrid.prediction.exposures} <= set(hybrid.axes)
+    assert {each.axis for each in hybrid.prediction.report_data.traffic} <= set(Layout(hybrid).axes)
+    assert {each.axis for each in hybrid.prediction.exposures} <= set(Layout(hybrid).axes)
 
 
 @pytest.mark.parametrize(

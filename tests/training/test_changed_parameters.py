@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import Strategy
+from autopar.plan.layout import Layout
 from tests.harness.model_parts import generator
 from tests.harness.models import Case
 from tests.harness.reference import Reference, batches, reference, train_steps
@@ -84,7 +85,7 @@ def test_a_teacher_follows_as_on_one_device(strategy: Strategy, early: bool) -> 
         assert_same_training(got, want, 1e-9)
         assert evaluated == pytest.approx(expected, rel=1e-12)
         assert plan.changed == CHANGED
-        assert all(set(map(str, plan.layout(name).values())) == {"R"} for name in CHANGED)
+        assert all(set(map(str, Layout(plan).of(name).values())) == {"R"} for name in CHANGED)
 
 
 def test_uneven_rows_on_three_ranks() -> None:

@@ -18,6 +18,7 @@ from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.layout import Layout
 from autopar.plan.prediction import MOST_EXPOSED, Prediction
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.report_data import report_data_of
@@ -106,7 +107,7 @@ class SpmdEvaluator(Evaluator):
         sized = config.reduce_bytes if self.setup.op_strategies else 0
         graph = self._prefixes.get(
             (plan.zero_stages, plan.recompute, sized),
-            lambda: run_passes(replace(self.setup.graph, axes=plan.axes), prefix),
+            lambda: run_passes(replace(self.setup.graph, axes=Layout(plan).axes), prefix),
         )
         plan = replace(plan, notes=(*plan.notes, *graph.notes))
         if rest and isinstance(rest[0], BucketCollectives):

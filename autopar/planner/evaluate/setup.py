@@ -20,6 +20,7 @@ from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.shard_parameters import is_sharded
 from autopar.plan.compression import Compressions
+from autopar.plan.layout import Layout
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.prediction import Prediction
@@ -113,7 +114,7 @@ class EvaluationSetup:
         return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
     def update_cost(self, plan: Plan, trained_bytes: Iterable[int]) -> Cost:
-        return self.update.seconds(list(trained_bytes), dtensors=plan.shards_parameters)
+        return self.update.seconds(list(trained_bytes), dtensors=Layout(plan).shards_parameters)
 
     def overlaps(
         self, config: CandidateConfig, graph: TrainingGraph, passes: PassPipeline

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
 from torch import fx
 
@@ -21,12 +25,36 @@ from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.redistributions import PlannedRedistribution, redistributions
 from autopar.planner.placement.repeated_nodes import block_of_nodes, repeated
 
-COLUMNS = ("", "what", "shape", "lies", "converted", "sends", "takes")
+COLUMNS = ("kind", "what", "shape", "placement", "converted", "sends", "takes")
+
+
+@dataclass(frozen=True)
+class PlacementTable:
+    """Placements of one kind of block: a row of `COLUMNS` for each operator and redistribution."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+
+    def table(self) -> Table:
+        """A table of 80 columns; redistributions stand below their operator."""
+        drawn = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("", "operator", "shape, or message", "placement, or time"):
+            drawn.add_column(heading, overflow="fold")
+        for kind, what, shape, placement, converted, sends, takes in self.rows:
+            shown = what or f"  {converted}"
+            cells = f"{shape} {sends}".strip(), f"{placement} {takes}".strip()
+            drawn.add_row(kind, shown, *cells)
+        return drawn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON can store."""
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in self.rows]
+        return {"title": self.title, "rows": rows}
 
 
 def placement_tables(
     graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy], prices: PlacementCosts
-) -> Iterator[Table | str]:
+) -> Iterator[PlacementTable | str]:
     """One table per kind of block, then lists of replicated operators."""
     roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     names = {node: role.name for node, role in roles.items() if isinstance(role, Parameter)}
@@ -43,11 +71,11 @@ def placement_tables(
         nodes = [n for n in graph.graph.nodes if n in same and same[n] is n and blocks[n] == first]
         title = first or "outside of blocks"
         title += f" and {len(members) - 1} like it" if len(members) > 1 else ""
-        table = Table(*COLUMNS, title=title, title_justify="left")
-        for node in nodes:
-            for row in _rows(node, names.get(node), op_strategies, converted.get(node, ()), prices):
-                table.add_row(*row)
-        yield table
+        rows = (
+            _rows(node, names.get(node), op_strategies, converted.get(node, ()), prices)
+            for node in nodes
+        )
+        yield PlacementTable(title, tuple(chain.from_iterable(rows)))
     yield from _whole(graph, op_strategies)
 
 

@@ -10,6 +10,7 @@ from math import prod
 
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.ir.placement import Placement, Shard
+from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.spec import PlanSpec
 from autopar.plan.strategy import MESH
@@ -32,7 +33,7 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Portion:
-    """Parameters of one stage with the same placement along each axis of `Plan.storage`."""
+    """Parameters of one stage with the same placement along each axis of `Layout.storage`."""
 
     stage: int
     layout: tuple[tuple[str, Placement], ...]
@@ -65,7 +66,7 @@ def drawn_ranks(plan: PlanSpec) -> list[int]:
     """All ranks, or of more than MOST_RANKS those of the first data-parallel ranks."""
     beside = plan.world_size // max(1, plan.dp_size)
     most = max(1, MOST_RANKS // beside)
-    place = plan.mesh_coordinate
+    place = Layout(plan).coordinate
     return [r for r in range(plan.world_size) if place(r).get(DATA_AXIS, 0) < most]
 
 
@@ -86,13 +87,13 @@ def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
     owners = plan.pipeline.owners if plan.pipeline else {}
 
     def key(name: str) -> tuple[int, str]:
-        return owners.get(name, 0), str(plan.layout(name))
+        return owners.get(name, 0), str(Layout(plan).of(name))
 
     sizes = dict(plan.parameter_bytes)
     found = []
     for (stage, _), names in groupby(sorted(sizes, key=key), key=key):
         own = list(names)
-        layout = tuple(plan.layout(own[0]).items())
+        layout = tuple(Layout(plan).of(own[0]).items())
         found.append(Portion(stage, layout, sum(sizes[name] for name in own)))
     return tuple(found)
 
@@ -103,9 +104,10 @@ def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
 
 
 def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
-    """Coordinate of a rank on each axis of `Plan.storage`."""
-    sizes, found = dict(plan.storage), {}
-    for axis, at in plan.mesh_coordinate(rank).items():
+    """Coordinate of a rank on each axis of `Layout.storage`."""
+    layout = Layout(plan)
+    sizes, found = dict(layout.storage), {}
+    for axis, at in layout.coordinate(rank).items():
         if axis in sizes:
             found[axis] = at
         else:
@@ -118,7 +120,7 @@ def _held(
     plan: PlanSpec, portions: Iterable[Portion], rank: int
 ) -> Iterator[tuple[Portion, float, float]]:
     """Portions of the stages that a rank runs, and the rank's interval of each."""
-    place, sizes = stored(plan, rank), dict(plan.storage)
+    place, sizes = stored(plan, rank), dict(Layout(plan).storage)
     stages = plan.pipeline.stages_of(place.get("pp", 0)) if plan.pipeline else None
     for portion in portions:
         if stages is None or portion.stage in stages:
@@ -142,7 +144,7 @@ def _axes(plan: PlanSpec) -> Markup:
 
 def _part(plan: PlanSpec, rank: int) -> tuple[tuple[str, int], ...]:
     """Coordinates of a rank on the axes that divide the model."""
-    place, sizes = plan.mesh_coordinate(rank), dict(plan.mesh)
+    place, sizes = Layout(plan).coordinate(rank), dict(plan.mesh)
     return tuple((a, place[a]) for a in sizes if a in ("pp", *MESH) and sizes[a] > 1)
 
 
@@ -154,7 +156,7 @@ def _shards(plan: PlanSpec) -> int:
     """Number of data-parallel ranks that ZeRO shards over."""
     if not any(stage for _, stage in plan.zero_stages):
         return 1
-    return dict(plan.storage).get(DATA_STORAGE_AXES[1], plan.dp_size)
+    return dict(Layout(plan).storage).get(DATA_STORAGE_AXES[1], plan.dp_size)
 
 
 def _grid(plan: PlanSpec, ranks: Sequence[int]) -> Iterator[Markup]:
@@ -166,7 +168,7 @@ def _grid(plan: PlanSpec, ranks: Sequence[int]) -> Iterator[Markup]:
     hues, shards = {part: i % _HUES for i, part in enumerate(parts)}, _shards(plan)
     paths: dict[tuple[int, int], list[str]] = {}
     for at, rank in enumerate(ranks):
-        shard = plan.mesh_coordinate(rank).get(DATA_AXIS, 0) % shards
+        shard = Layout(plan).coordinate(rank).get(DATA_AXIS, 0) % shards
         key = hues[_part(plan, rank)], shard * _SHADES // shards
         x, y = _left(at % columns, node), at // columns * (_CELL + _GAP)
         paths.setdefault(key, []).append(f"M{x} {y}h{_CELL}v{_CELL}h-{_CELL}z")

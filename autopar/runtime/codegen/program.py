@@ -41,6 +41,7 @@ from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
+from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
@@ -202,7 +203,7 @@ def build_program(
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:
     """A captured graph with the mesh axes of a plan and their levels."""
-    return replace(graph, axes=plan.axes)
+    return replace(graph, axes=Layout(plan).axes)
 
 
 def generate(

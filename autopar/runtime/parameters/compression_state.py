@@ -27,6 +27,7 @@ from autopar.ir.placement import Shard, chunk_rows
 from autopar.ir.roles import State
 from autopar.passes.compression.reduce_algorithms import kept_of
 from autopar.plan.compression import Compression
+from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 
 STATE_DICT_KEY = "_extra_state"
@@ -47,7 +48,8 @@ class CompressionState:
         plan: Plan, parameters: Mapping[str, ParameterInfo], rank: int, device: torch.device
     ) -> CompressionState:
         """The state of a plan before the first step."""
-        made, pipeline, coordinate = CompressionState(), plan.pipeline, plan.mesh_coordinate(rank)
+        made, pipeline = CompressionState(), plan.pipeline
+        coordinate = Layout(plan).coordinate(rank)
         local = pipeline.held(coordinate.get("pp", 0)) if pipeline else parameters
         for names, text in zip(plan.buckets.reduce, plan.compressions.reduce, strict=True):
             if not text or plan.dp_size == 1:
@@ -125,14 +127,15 @@ def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> t
     """The shape of a rank's gradient before compression."""
     shape, sizes = list(info.shape), dict(plan.mesh)
     for partition in plan.partitions:
-        layout = partition.layouts.get(info.name)
-        if isinstance(layout, Shard):
-            rows = chunk_rows(shape[layout.dim] // layout.interleave, sizes[partition.axis])
-            shape[layout.dim] = rows[place[partition.axis]] * layout.interleave
-    sharded = isinstance(plan.layout(info.name)[plan.shard_order[-1]], Shard)
-    if sharded and plan.shard_axis != DATA_AXIS:  # uncompressed reduction over neighbours first
-        index = coordinate_on(plan.shard_axis, place[DATA_AXIS], plan.axes)
-        shape[0] = chunk_rows(shape[0], plan.axes[plan.shard_axis])[index]
+        cut = partition.layouts.get(info.name)
+        if isinstance(cut, Shard):
+            rows = chunk_rows(shape[cut.dim] // cut.interleave, sizes[partition.axis])
+            shape[cut.dim] = rows[place[partition.axis]] * cut.interleave
+    layout, axes = Layout(plan), Layout(plan).axes
+    sharded = isinstance(layout.of(info.name)[layout.shard_order[-1]], Shard)
+    if sharded and layout.shard_axis != DATA_AXIS:  # uncompressed reduction over neighbours first
+        index = coordinate_on(layout.shard_axis, place[DATA_AXIS], axes)
+        shape[0] = chunk_rows(shape[0], axes[layout.shard_axis])[index]
     return tuple(shape)
 
 

@@ -23,6 +23,7 @@ from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
+from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
 from autopar.runtime.codegen.program import CompiledGraph, LoweringOptions, generate
 from autopar.runtime.pipeline.schedule import Schedule
@@ -54,7 +55,7 @@ class CompiledPipelineCall:
         options, count = self.options, self.micro_batches
         plan, rank = options.plan, options.rank
         assert plan.pipeline is not None
-        self.pipeline, self.mesh_coordinate = plan.pipeline, plan.mesh_coordinate(rank)
+        self.pipeline, self.mesh_coordinate = plan.pipeline, Layout(plan).coordinate(rank)
         self.pp_rank = self.mesh_coordinate.get("pp", 0)
         graphs = split_plan_stages(self.capture.graph, plan, rank, op_strategies, count)
         self.graphs, self.stages = graphs, dict[int, Stage]()
@@ -211,7 +212,7 @@ def _backward(
 
 def _build_prologue_or_epilogue(graph: TrainingGraph, options: LoweringOptions) -> CompiledGraph:
     """Lowers and generates a graph that runs once per call."""
-    coordinate = options.plan.mesh_coordinate(options.rank)
+    coordinate = Layout(options.plan).coordinate(options.rank)
     lower = [
         LowerCollectives(options.comm_backend, coordinate[axis], axis)
         for axis, size in options.plan.mesh

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
 from autopar.report.plan import Plan
 from autopar.runtime.group_cache import mesh_over
@@ -44,14 +45,14 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
     """Shards the parameters under a plan and drops parameters of other ranks' stages."""
-    has_stages = plan.pp_size > 1
+    has_stages, layout = plan.pp_size > 1, Layout(plan)
     awaits_layout = has_stages and any(isinstance(p, DTensor) for p in model.parameters())
-    if mesh is not None and (plan.shards_parameters or awaits_layout):
-        if plan.interleaves:
+    if mesh is not None and (layout.shards_parameters or awaits_layout):
+        if layout.interleaves:
             register_strided_shard_support()
-        layouts = {name: plan.layout(name) for name, _ in model.named_parameters()}
+        layouts = {name: layout.of(name) for name, _ in model.named_parameters()}
         distribute_parameters(model, stage_mesh(mesh) if has_stages else mesh, layouts)
-    if (local := plan.parameters_on(rank())) is not None:
+    if (local := layout.parameters_on(rank())) is not None:
         keep_stage_parameters(model, local)
 
 

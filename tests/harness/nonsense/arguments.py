@@ -13,6 +13,7 @@ import autopar
 from autopar.cli import main
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.plan.compression import Compression
+from autopar.plan.layout import Layout
 from autopar.profiler.report import Profile
 from autopar.report.plan import Plan
 from tests.harness.nonsense.case import INF, NAN, Case
@@ -239,7 +240,7 @@ def argument_cases(script: str) -> Iterator[Case]:
             said = f"{call.__qualname__}({path!r})"
             yield Case("file", names, said, lambda call=call, path=path: call(path))
     yield from given_to("plan", plan.diff, {"other": [None, *OBJECT]})
-    yield from given_to("plan", plan.mesh_coordinate, {"rank": [None, *NUMBERS, 8, *FOREIGN]})
+    yield from given_to("plan", Layout(plan).coordinate, {"rank": [None, *NUMBERS, 8, *FOREIGN]})
     yield from command_cases(script)
 
 

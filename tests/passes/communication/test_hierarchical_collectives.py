@@ -13,6 +13,7 @@ from autopar.passes.communication.hierarchical_collectives import PARTS, Hierarc
 from autopar.passes.core.collective_ops import starts
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.layout import Layout
 from tests.passes.golden import changes, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
 
@@ -23,7 +24,7 @@ def levels(within: int, least: int = 0) -> Levels:
 
 def graphs_of(it: World, zero: int, own: Levels, backend: str) -> list[TrainingGraph]:
     plan = it.plan(zero, levels=(own,))
-    graphs = [replace(it.graph(rank), axes=plan.axes) for rank in range(it.ranks)]
+    graphs = [replace(it.graph(rank), axes=Layout(plan).axes) for rank in range(it.ranks)]
     return [
         run_passes(g, build_pass_pipeline(plan, rank, backend)) for rank, g in enumerate(graphs)
     ]
@@ -45,7 +46,7 @@ def bucketed(ranks: int, own: Levels) -> TrainingGraph:
     plan = it.plan(0, levels=(own,))
     passes = build_pass_pipeline(plan, 0, "gloo")
     end = next(i for i, p in enumerate(passes) if isinstance(p, BucketCollectives)) + 1
-    return run_passes(replace(it.graph(0), axes=plan.axes), passes[:end])
+    return run_passes(replace(it.graph(0), axes=Layout(plan).axes), passes[:end])
 
 
 def test_all_reduce() -> None:

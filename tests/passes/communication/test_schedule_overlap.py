@@ -27,6 +27,7 @@ from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.layout import Layout
 from autopar.plan.overlap import Overlap
 from autopar.report.plan import Plan
 from tests.harness.models import MODELS
@@ -156,7 +157,7 @@ def test_whatever_is_planned_is_exact(ranks: int, stage: int) -> None:
     it = two_layers(ranks, 2 * ranks + 1, bias=True)
     by_level = Levels(AXIS, 2, tuple((kind, 0) for kind in PARTS))
     plan = it.plan(stage, bucket=1, levels=(by_level,) if ranks == 4 else ())
-    captured = [replace(it.graph(rank), axes=plan.axes) for rank in range(ranks)]
+    captured = [replace(it.graph(rank), axes=Layout(plan).axes) for rank in range(ranks)]
 
     def lowered(plan: Plan) -> list[TrainingGraph]:
         return [
@@ -186,7 +187,7 @@ def test_what_lies_between_two_levels_sinks_with_the_second() -> None:
     plan = it.plan(0, bucket=1, levels=(Levels(AXIS, 2, tuple((kind, 0) for kind in PARTS)),))
     passes = build_pass_pipeline(plan, 0, "gloo")
     first = [isinstance(item, ScheduleOverlap) for item in passes].index(True)
-    before = run_passes(replace(it.graph(0), axes=plan.axes), passes[:first])
+    before = run_passes(replace(it.graph(0), axes=Layout(plan).axes), passes[:first])
     _, backward = halves(before)
     chains = [unit for unit in backward.of("late") if unit.start is not None]
     assert [unit.level for unit in chains] == [0, 1, 2] * 2

@@ -13,6 +13,7 @@ from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.compression import Compressions
+from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from tests.passes.golden import TwoLayers, changes
 from tests.passes.parity import AXIS, World
@@ -151,7 +152,7 @@ def assert_same(it: World, plan: Plan, stored: Plan | None = None) -> None:
     def lowered(plan: Plan, *disable: str) -> list[TrainingGraph]:
         return [
             run_passes(
-                replace(it.graph(rank), axes=plan.axes),
+                replace(it.graph(rank), axes=Layout(plan).axes),
                 build_pass_pipeline(plan, rank, "gloo", disable=disable),
             )
             for rank in range(it.ranks)

@@ -7,7 +7,7 @@ from torch import nn
 
 from autopar.ir.placement import Shard
 from autopar.planner.placement.solve import costs_along, partition
-from autopar.planner.placement.table import placement_tables
+from autopar.planner.placement.table import PlacementTable, placement_tables
 from tests.planner.blocks import GPTBlock, Stack, captured
 from tests.planner.test_known_best import machine
 
@@ -32,19 +32,20 @@ def test_tables() -> None:
     op_strategies = partition(
         graph, 8, machine(), pins={**pins, "*.qkv.*": Shard(0, 3)}
     ).op_strategies
-    console = Console(width=200, file=io.StringIO())
-    for item in placement_tables(graph, op_strategies, prices):
-        console.print(item)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "stack.blocks.1 and 1 like it" in text
-    assert cells(text, "stack.blocks.*.qkv.weight")[2:4] == ["[3072, 1024]", "S(0, x3)"]
-    sums = [line for line in text.splitlines() if "x2 │ all_reduce 8.0 MiB" in line]
+    found = list(placement_tables(graph, op_strategies, prices))
+    tables = [item for item in found if isinstance(item, PlacementTable)]
+    (block,) = [table for table in tables if table.title == "stack.blocks.1 and 1 like it"]
+    rows = block.to_dict()["rows"]
+    (weight,) = [row for row in rows if row["what"] == "stack.blocks.*.qkv.weight"]
+    assert (weight["shape"], weight["placement"]) == ("[3072, 1024]", "S(0, x3)")
+    twice = [row for t in tables for row in t.to_dict()["rows"] if row["converted"][-2:] == "x2"]
+    sums = [row for row in twice if row["sends"] == "all_reduce 8.0 MiB"]
     assert len(sums) == 4
-    assert all("us imported" in line for line in sums)
-    assert ", sort x1" in text[text.index("run whole on every rank, cheapest whole") :]
-
-
-def cells(text: str, name: str) -> list[str]:
-    """The row that holds a name."""
-    row = next(line for line in text.splitlines() if name in line)
-    return [cell.strip() for cell in row.strip("│").split("│")]
+    assert all("us imported" in row["takes"] for row in sums)
+    console = Console(width=80, file=io.StringIO())
+    console.print(block.table())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "S(0, x3)" in text
+    (cheapest,) = [text for text in found if "cheapest whole" in str(text)]
+    assert ", sort x1" in str(cheapest)

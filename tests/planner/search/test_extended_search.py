@@ -14,6 +14,7 @@ from autopar.passes.communication.bucket_collectives import BucketCollectives, p
 from autopar.passes.core.collective_ops import start_all_gather, starts
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.layout import Layout
 from autopar.plan.strategy import Strategy
 from autopar.planner.machine import known_machine
 from autopar.planner.problem import PlanningProblem, SearchContext
@@ -96,7 +97,7 @@ def test_ranks_fill_the_buckets_themselves() -> None:
     assert Plan.from_dict(few.to_dict()) == few
     passes = build_pass_pipeline(few, 0, "nccl")
     at = next(i for i, item in enumerate(passes) if isinstance(item, BucketCollectives))
-    graph = run_passes(replace(captured(8, 1, CACHE), axes=few.axes), passes[:at])
+    graph = run_passes(replace(captured(8, 1, CACHE), axes=Layout(few).axes), passes[:at])
     merged = run_passes(graph, [passes[at]])
     proposed = propose_buckets(graph, 2**26, 2**26)
     sent = [start for start in starts(merged) if start.target is start_all_gather]

@@ -15,6 +15,7 @@ import pytest
 import autopar
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.layout import Layout
 from autopar.plan.report_data import ReportData
 from autopar.report.event_names import EventNames
 from autopar.report.html.alternatives import alternatives
@@ -114,16 +115,17 @@ def test_the_timeline_has_every_event_and_the_peak(name):
 def test_what_a_rank_is_said_to_hold_is_its_share(name):
     plan = planned(name)
     for rank in range(plan.world_size):
-        held = plan.pipeline.held(plan.mesh_coordinate(rank)["pp"]) if plan.pipeline else None
+        held = plan.pipeline.held(Layout(plan).coordinate(rank)["pp"]) if plan.pipeline else None
         own = {n: size for n, size in plan.parameter_bytes if held is None or n in held}
-        expected = sum(plan.share_of(name) * size for name, size in own.items())
+        expected = sum(Layout(plan).share_of(name) * size for name, size in own.items())
         assert held_bytes(plan, portions_of(plan), rank) == pytest.approx(expected)
 
 
 def test_slices_of_all_ranks_make_the_whole():
     plan = planned("sharded")
     for portion in portions_of(plan):
-        spans = {portion.interval(stored(plan, rank), dict(plan.storage)) for rank in range(8)}
+        storage = dict(Layout(plan).storage)
+        spans = {portion.interval(stored(plan, rank), storage) for rank in range(8)}
         assert sum(high - low for low, high in spans) == pytest.approx(1.0)
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar._torch import FakeTensorMode
+from autopar.plan.layout import Layout
 from autopar.runtime.initialization import deferred, initialize
 from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import local_part
@@ -56,7 +57,7 @@ def start(rank: int, world_size: int, elsewhere: bool, **options: Any) -> None:
     with Bytes() as counted:  # whichever thread of gloo frees a tensor
         parallel.materialize_parameters()
     assert parallel.plan is not None
-    held = parallel.plan.parameters_on(rank)
+    held = Layout(parallel.plan).parameters_on(rank)
     local = [local_part(p) for n, p in model.named_parameters() if held is None or n in held]
     share, (_, unit) = sum(x.nbytes for x in local), sizes(model)
     assert not any(x.is_meta for x in local)
@@ -118,7 +119,7 @@ def test_thirty_billion_parameters_start_on_eight_ranks(
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
     awaited = DeferredValues.of(model, torch.device("cpu"), None)
     assert awaited is not None
-    mesh = make_mesh(torch.device("cpu"), plan.storage, plan.shard_order)
+    mesh = make_mesh(torch.device("cpu"), Layout(plan).storage, Layout(plan).shard_order)
     distribute_plan_parameters(model, plan, mesh)
     with FakeTensorMode(allow_non_fake_inputs=True), Bytes() as counted:
         awaited.give_values(plan, mesh)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
@@ -87,7 +88,7 @@ def test_a_stage_without_parameters_trains(early: bool) -> None:
 
 def check_held(model: DistributedModule, plan: Plan, rank: int) -> None:
     assert plan.pipeline is not None
-    held = plan.pipeline.held(plan.mesh_coordinate(rank)["pp"])
+    held = plan.pipeline.held(Layout(plan).coordinate(rank)["pp"])
     assert {name for name, _ in model.named_parameters()} == held
 
 
@@ -99,7 +100,7 @@ def keep_whole_state(rank: int, world_size: int, plans: list[Plan]) -> None:
         model = autopar.compile(spoiled(make()), plan=plan)
         check_held(model, plan, rank)
         assert model.data_parallel_size == plan.dp_size
-        assert model.data_parallel_rank == plan.mesh_coordinate(rank)[DATA_AXIS]
+        assert model.data_parallel_rank == Layout(plan).coordinate(rank)[DATA_AXIS]
         assert not model.load_state_dict(state).missing_keys
         assert list(model.state_dict()) == list(state)
         close(whole_state(model), state, 0)
