@@ -1,15 +1,112 @@
 """Examples run for a few steps; files for clusters have the structure that they need."""
 
+import contextlib
+import io
+import json
+import math
+import re
+import runpy
 import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 
 from autopar.commands.script import launch
+from tests.harness.worlds import run
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+SCRIPTS = {
+    "causal_lm": "--steps 20 --width 32",
+    "trainer": "--steps 20 --out {out}",
+    "lightning_fit": "--epochs 2 --out {out}",
+    "vit": "--epochs 2 --images 128 --workers 0",
+    "mixture": "--steps 20 --experts 4",
+    "simclr": "--steps 20 --rows 16",
+    "large_batch": "--steps 20 --rows 64",
+    "pretrain_7b": "--size tiny --steps 20 --rows 8 --length 32 --out {out}",
+}
+"""Arguments with which each example takes a few seconds."""
+
+
+def run_script(rank, world_size, *, script, arguments):
+    """What a rank prints."""
+    written = io.StringIO()
+    paths = [str(script.parent), *sys.path]
+    with (
+        mock.patch.object(sys, "argv", [str(script), *arguments]),
+        mock.patch.object(sys, "path", paths),
+        contextlib.redirect_stdout(written),
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    return written.getvalue()
+
+
+def printed(name, ranks, out, arguments=""):
+    """What rank 0 prints."""
+    arguments = (arguments or SCRIPTS[name]).format(out=out).split()
+    env = {"TORCHELASTIC_RUN_ID": "example"}  # Lightning looks for it
+    given = {"script": EXAMPLES / f"{name}.py", "arguments": arguments}
+    return run(run_script, ranks, init=ranks == 1, env=env, **given)[0]
+
+
+def losses(text):
+    return [float(loss) for loss in re.findall(r"loss'?:? '?([0-9.]+)", text)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_trains(name, tmp_path):
+    if name == "lightning_fit":
+        pytest.importorskip("autopar.integrations.lightning")
+    found = losses(printed(name, 2, tmp_path))
+    assert found, name
+    assert all(map(math.isfinite, found))
+    if len(found) > 1 and name != "pretrain_7b":  # whose tokens are random
+        assert found[-1] < found[0]
+
+
+def test_simclr_is_exact_and_a_recipe_resumes(tmp_path):
+    assert losses(printed("simclr", 2, tmp_path)) == losses(printed("simclr", 1, tmp_path))
+    recipe = SCRIPTS["pretrain_7b"].replace("20", "{steps}")
+    first = printed("pretrain_7b", 2, tmp_path, recipe.replace("{steps}", "10"))
+    second = printed("pretrain_7b", 2, tmp_path, recipe.replace("{steps}", "20"))
+    assert re.findall(r"step (\d+)", first + second) == ["10", "20"]
+
+
+def test_the_recipe_is_that_of_a_7b_model_in_float32(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["pretrain_7b.py"])
+    model, (tokens, _) = runpy.run_path(str(EXAMPLES / "pretrain_7b.py"))["make"]()
+    assert 6.6e9 < sum(p.numel() for p in model.parameters()) < 6.9e9
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert tokens.shape == (256, 4096)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    """Its code cells in order, with smaller sizes in place of the cell tagged "parameters"."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "will_it_fit.ipynb").read_text())
+    small = "WIDTH, LAYERS, VOCABULARY = 128, 2, 256\nROWS, LENGTH = 8, 64\n"
+    space: dict[str, object] = {"CLUSTER": "dgx-h100", "GPUS": 8}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            given = "parameters" in cell["metadata"].get("tags", ())
+            exec(small if given else "".join(cell["source"]), space)
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^{name} .* GiB stay free$", text, re.M) for name in ("ddp", "zero3"))
+    assert "parameters" in text
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_every_example_says_how_to_run_it():
+    for path in EXAMPLES.glob("*.py"):
+        assert f"examples/{path.name}" in path.read_text().split('"""')[1], path
 
 
 def test_a_ddp_script_and_its_conversion_print_the_same(capfd: pytest.CaptureFixture[str]) -> None:

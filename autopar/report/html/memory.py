@@ -22,8 +22,8 @@ MEANS = {
     "inputs": "the batch",
     "outputs": "what the model returned",
     "gathered": "whole parameters put together from shards",
-    "buckets": "what collectives read and write",
-    "in flight": "the same while they are under way",
+    "buckets": "inputs and outputs of collectives, before and after",
+    "in flight": "inputs and outputs of collectives under way",
     "saved": "kept by the forward for the backward",
     "transient": "everything else, while it is used",
 }

@@ -183,6 +183,7 @@ class Timeline {
     this.marked = micro;
     this.data.tracks.forEach(([lane], index) => {
       this.plots[index].querySelector(".marked")?.remove();
+      this.drawNames(lane, this.plots[index]);
       const boxes = micro ? lane.pieces.filter((piece) => piece[2].match(ACTION)?.[3] === micro) : [];
       if (!boxes.length) return;
       const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
@@ -263,6 +264,7 @@ class Timeline {
       if (room < Math.min(4, short.length)) continue;
       const text = document.createElement("span");
       text.className = lane.looks[look];
+      text.classList.toggle("own", !!this.marked && name.match(ACTION)?.[3] === this.marked);
       text.textContent = room < name.length || ACTION.test(name) ? short : name;
       text.style.left = `${left}px`;
       text.style.width = `${right - left}px`;

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import importlib.util
 import json
 import re
 import shutil
@@ -188,32 +189,105 @@ def test_a_long_timeline_stays_small():
 
 
 def test_every_category_has_a_colour_and_a_meaning():
-    style = (Path(autopar.__file__).parent / "report" / "html" / "page.css").read_text()
     assert set(MEANS) == set(CATEGORIES)
-    assert all(f".c-{name.replace(' ', '-')} " in style for name in CATEGORIES)
+    assert all(f".c-{name.replace(' ', '-')} " in STYLE for name in CATEGORIES)
+
+
+STYLE = (Path(autopar.__file__).parent / "report" / "html" / "page.css").read_text()
+
+
+def colours(scheme):
+    """Colours of the style sheet by variable."""
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    dark = dark.split("* {")[0]
+    found = dict(re.findall(r"--(\w+): (#\w{6});", light if scheme == "light" else light + dark))
+    hues = dict(re.findall(r"\.(h\d+) \{ --h: (#\w{6});", STYLE))
+    return found | hues
+
+
+def luminance(colour):
+    """Relative luminance of WCAG 2."""
+    values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    high, low = sorted(map(luminance, (one, other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+TEXT = [(text, ground) for text in ("ink", "soft", "accent") for ground in ("paper", "card")]
+TEXT += [("warn", "card"), ("paper", "ink"), ("ink", "faint"), ("soft", "faint")]
+NAMED = [
+    "forward",
+    "backward",
+    "update",
+    "reduce",
+    "gather",
+    "scatter",
+    "exchange",
+    "spread",
+    "F",
+    "B",
+    "I",
+    "W",
+]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_is_that_of_wcag_aa(scheme):
+    """Text at 4.5, and marks without text at 3 beside the card or each other's outline."""
+    found = colours(scheme)
+    for text, ground in TEXT:
+        assert contrast(found[text], found[ground]) >= 4.5, (text, ground)
+    for look in NAMED:
+        assert contrast("#ffffff", found[look]) >= 4.5, look
+    assert contrast("#1d2329", found["wait"]) >= 4.5
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FRAMED = """<!doctype html><title></title><iframe width=360 height=800 srcdoc="{page}"></iframe>
-<script>onload = () => {{
-  const inside = document.querySelector("iframe").contentDocument;
-  const names = inside.querySelectorAll(".names span").length;
-  document.title = `${{inside.documentElement.scrollWidth}} wide, ${{names}} names`;
+FRAMED = """<!doctype html><title></title><iframe width={width} height=800 srcdoc="{page}"></iframe>
+<script>onload = async () => {{
+  const frame = document.querySelector("iframe"), inside = frame.contentDocument;
+  const found = {{ wide: inside.documentElement.scrollWidth }};
+  found.names = inside.querySelectorAll(".names span").length;
+  if ("{axe}") {{
+    const script = inside.createElement("script");
+    script.src = "{axe}";
+    await new Promise((done) => {{ script.onload = done; inside.head.append(script); }});
+    const rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"];
+    const result = await frame.contentWindow.axe.run(inside, {{ runOnly: rules }});
+    found.violations = result.violations.map((rule) => [rule.id, rule.nodes[0].html]);
+    found.passes = result.passes.length;
+  }}
+  document.title = JSON.stringify(found);
 }};</script>"""
 """The page in a frame as wide as a phone: Chromium's own windows are at least 500 pixels wide."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to draw the page")
-@pytest.mark.parametrize("name", ["sharded", "stages"])
-def test_a_phone_need_not_scroll_sideways(name, tmp_path):
-    framed = FRAMED.format(page=html.escape(page(planned(name))))
+@pytest.mark.parametrize(("name", "dark"), [("sharded", False), ("stages", True)])
+def test_a_phone_shows_the_page_without_errors(name, dark, tmp_path):
+    """No sideways scroll at 390 pixels, no message on the console, no violation found by axe."""
+    axe = importlib.util.find_spec("axe_core_python")
+    script = Path(axe.origin).with_name("axe.min.js").as_uri() if axe is not None else ""
+    framed = FRAMED.format(page=html.escape(page(planned(name))), axe=script, width=390)
     (tmp_path / "frame.html").write_text(framed)
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
     flags += " --disable-background-networking --disable-component-update --dump-dom"
+    flags += " --enable-logging=stderr --virtual-time-budget=20000 --allow-file-access-from-files"
+    flags += " --blink-settings=preferredColorScheme=0" if dark else ""
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'user'}"]
     command.append(f"file://{tmp_path / 'frame.html'}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    found = re.search(r"<title>(\d+) wide, (\d+) names</title>", done.stdout)
-    assert found, done.stderr[-500:]
-    assert int(found[1]) <= 360
-    assert int(found[2]) > 0  # the script has run
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title, done.stderr[-500:]
+    found = json.loads(html.unescape(title[1]))
+    assert found["wide"] <= 390
+    assert found["names"] > 0  # the script has run
+    assert "CONSOLE" not in done.stderr
+    if script:
+        assert found["violations"] == []
+        assert found["passes"] > 10
