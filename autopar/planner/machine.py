@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.kernels.fusion import EAGER
+from autopar.cost_model.kernels.slowest import slowest_of
 from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import Optimizer, UpdateCost, measure_update
@@ -64,7 +65,7 @@ def measure_machine(
     operators = OperatorTimes.load(name, sharing=sharing, runs_on=device.type)
     operators = operators.measure(graphs, ranks)
     operators.save()
-    operators = replace(operators, backend=backend)
+    operators = _modelled(replace(operators, backend=backend), cluster)
     several = live and world_size > 1
     world = dist.group.WORLD if several else None
     mesh = None if world is None else DeviceMesh.from_group(world, device.type)
@@ -90,7 +91,7 @@ def known_machine(problem: PlanningProblem, sharing: int) -> Machine:
     assert cluster is not None
     name, kind = _priced_device(problem.device, cluster), problem.device.type
     operators = OperatorTimes.load(name, sharing=sharing, runs_on=kind)
-    operators = replace(operators, backend=problem.backend)
+    operators = _modelled(replace(operators, backend=problem.backend), cluster)
     update = UpdateCost.modelled(operators.roofline, problem.state_ratio)
     retained = _retained_collectives(operators)
     overhead = Overhead(device=cluster.device, retained_collectives=retained)
@@ -107,6 +108,13 @@ def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -
     operators = machine.operators.measure_alone(nodes, ranks_of(live=live))
     operators.save()
     return replace(machine, operators=operators)
+
+
+def _modelled(operators: OperatorTimes, cluster: Cluster) -> OperatorTimes:
+    """These times, with what times of an absent GPU are modelled from."""
+    if operators.present:
+        return operators
+    return replace(operators, versions=cluster.versions, pace=slowest_of(cluster.world_size))
 
 
 def ranks_of(*, live: bool) -> ReplayGroup:

@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import autopar
-from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.simulator.schedules import orders
 from autopar.report.plan import Plan
-from benchmarks.published.gpt import MasterAdamW, make
+from benchmarks.published.planning import NO_CAP, pinned, plan_of
 from benchmarks.published.tables import Run, read
 from benchmarks.report import about, save
+
+SCALE = {"TFLOP/s": 1e12, "tokens/s": 1.0}
 
 OVERLAP_SLOWDOWN = 1.13
 """Slowdown of matrix products beside collectives: vTrain's and Galvatron's default."""
@@ -29,24 +29,14 @@ OVERLAP_SLOWDOWN = 1.13
 def predict(run: Run) -> dict[str, Any]:
     """Plan a run as published, and compare; `seconds` is the planning time."""
     start = time.perf_counter()
-    model, inputs = make(run.sizes, run.rows)
-    cluster = Cluster.named(run.cluster)
-    plan = autopar.plan(
-        model,
-        run.gpus,
-        example_inputs=inputs,
-        optimizer=MasterAdamW,
-        strategy=run.strategy,
-        cluster=Cluster.named(run.cluster, max(1, run.gpus // cluster.ranks_per_node)),
-        memory="100000GiB",
-        backend="ts",
-    )
+    plan = pinned(run)
     seconds = time.perf_counter() - start
     p = plan.prediction
     assert p is not None
     hidden_s = overlapped(plan, run)
     step_s = p.step_s - hidden_s
-    found = activations(plan) if run.unit != "TFLOP/s" else run.flops / step_s / run.gpus / 1e12
+    rate = run.work / step_s / run.gpus
+    found = rate / SCALE[run.unit] if run.unit in SCALE else activations(plan)
     parts = ("compute_s", "communication_s", "exposed_s", "update_s", "bubble")
     return {
         "name": run.name,
@@ -58,6 +48,28 @@ def predict(run: Run) -> dict[str, Any]:
         "parts": {**{part: getattr(p, part) for part in parts}, "hidden_s": hidden_s},
         "seconds": seconds,
         "assumed": run.assumed,
+        "reserved_gib": {"published": run.reserved_gib, "predicted": p.reserved_bytes / 2**30},
+    }
+
+
+def choose(run: Run, limit_s: float) -> dict[str, Any]:
+    """Compare autopar's own plan of a run with the published layout, pinned."""
+    recipe = plan_of(run, strategy=run.strategy, memory=NO_CAP).prediction
+    start = time.perf_counter()
+    own = plan_of(run, strategy="fastest", time_limit_s=limit_s)
+    seconds = time.perf_counter() - start
+    assert recipe is not None
+    assert own.prediction is not None
+    recipe_s, own_s = recipe.step_s, own.prediction.step_s
+    return {
+        "name": run.name,
+        "recipe_s": recipe_s,
+        "own_s": own_s,
+        "ratio": own_s / recipe_s,
+        "plan": own.name,
+        "needed_bytes": own.prediction.needed_bytes,
+        "recipe_bytes": recipe.needed_bytes,
+        "seconds": seconds,
     }
 
 
@@ -99,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("table", type=Path, nargs="+", help="CSV of ../shared/data/training")
     parser.add_argument("--only", help="runs whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--choice", action="store_true", help="compare with autopar's own plans")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds to search for these")
     options = parser.parse_args(arguments)
     tables: dict[str, list[dict[str, Any]]] = {}
     for path in options.table:
@@ -106,6 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{path.name}: published, predicted, error; time to plan")
         rows = tables.setdefault(path.stem, [])
         for run in runs:
+            if options.choice:
+                rows.append(choose(run, options.limit))
+                print(
+                    "  {name:22} recipe {recipe_s:7.3f} s, own {own_s:7.3f} s, {ratio:.3f}: {plan} "
+                    "({seconds:.0f} s)".format(**rows[-1]),
+                    flush=True,
+                )
+                continue
             row = predict(run)
             rows.append(row)
             print(
@@ -113,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "{error:+7.1%}  step {step_s:7.3f} s  {seconds:5.1f} s".format(**row),
                 flush=True,
             )
+        if options.choice:
+            print(f"  recipes beaten or met: {sum(row['ratio'] <= 1.0 for row in rows)}")
+            continue
         errors = [abs(row["error"]) for row in rows]
         print(f"  mean error {mean(errors):.1%}, worst {max(errors):.1%}")
     if options.json:

@@ -29,11 +29,29 @@ class Sizes:
     tied: bool = True  # whether the embedding is the output layer too
     flash: bool = False  # whether attention saves no scores (flash attention) instead of all
     dropout: bool = True  # whether there is dropout
+    bias: bool = True  # whether products and norms add biases
+    mixed: bool = False  # whether parameters are float32, cast to bfloat16 where they are used
 
 
 def dropout(x: Tensor) -> Tensor:
     """Dropout that saves a mask of a byte an element."""
     return torch.where(x < KEEP, x * (1.0 / KEEP), 0.0)
+
+
+class Linear(nn.Linear):
+    """A product in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Norm(nn.LayerNorm):
+    """A layer norm in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias)
 
 
 class Attention(nn.Module):
@@ -42,8 +60,8 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden)
-        self.out = nn.Linear(sizes.hidden, sizes.hidden)
+        self.qkv = Linear(sizes.hidden, 3 * sizes.hidden, bias=sizes.bias)
+        self.out = Linear(sizes.hidden, sizes.hidden, bias=sizes.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         width = self.sizes.hidden // self.sizes.heads
@@ -63,10 +81,10 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.norm1, self.norm2 = nn.LayerNorm(sizes.hidden), nn.LayerNorm(sizes.hidden)
+        self.norm1, self.norm2 = (Norm(sizes.hidden, bias=sizes.bias) for _ in range(2))
         self.attention = Attention(sizes)
-        self.up = nn.Linear(sizes.hidden, 4 * sizes.hidden)
-        self.down = nn.Linear(4 * sizes.hidden, sizes.hidden)
+        self.up = Linear(sizes.hidden, 4 * sizes.hidden, bias=sizes.bias)
+        self.down = Linear(4 * sizes.hidden, sizes.hidden, bias=sizes.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
@@ -87,19 +105,24 @@ class GPT(nn.Module):
         self.token = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.position = nn.Embedding(sizes.length, sizes.hidden)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm = nn.LayerNorm(sizes.hidden)
-        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        self.norm = Norm(sizes.hidden, bias=sizes.bias)
+        self.head = Linear(sizes.hidden, sizes.vocabulary, bias=False)
         if sizes.tied:
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
         positions = torch.arange(self.sizes.length, device=tokens.device)
-        x = self.token(tokens) + self.position(positions)
+        x = look_up(tokens, self.token) + look_up(positions, self.position)
         x = dropout(x) if self.sizes.dropout else x
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def look_up(indices: Tensor, table: nn.Embedding) -> Tensor:
+    """Return rows of an embedding in bfloat16."""
+    return F.embedding(indices, table.weight.to(torch.bfloat16))
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -128,8 +151,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 def make(sizes: Sizes, rows: int) -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """Return the model in bfloat16 and a global batch, on the meta device."""
+    """Return the model and a global batch, on the meta device."""
     with torch.device("meta"):
-        model = GPT(sizes).to(torch.bfloat16)
+        model = GPT(sizes).to(torch.float32 if sizes.mixed else torch.bfloat16)
         tokens = torch.zeros(rows, sizes.length, dtype=torch.long)
     return model, (tokens, tokens)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 from autopar.ir.placement import Shard
 from autopar.plan.strategy import Strategy
-from benchmarks.published.gpt import Sizes
+from benchmarks.published.gpt import Sizes, make
+from examples.plan_llama import SIZES, Llama
 
 BUCKET = 64 * 2**20
 """Bucket size in bytes where a table has none; large enough that latency is negligible."""
@@ -23,11 +27,25 @@ class Run:
     sizes: Sizes  # sizes of the model
     rows: int  # rows of the global batch
     strategy: Strategy  # strategy as published
-    flops: float  # floating-point operations of a step by the source's count; 0 if it states none
-    published: float  # TFLOP/s of a GPU by that count, or GiB of activations on the first stage
+    work: float  # FLOPs of a step by the source's count, or tokens; 0 if it states none
+    published: float  # TFLOP/s or tokens/s of a GPU, or GiB of activations on the first stage
     unit: str  # unit of `published`
     assumed: str = ""  # assumptions where the source is silent
     tp_overlap: bool = False  # whether collectives of tp overlap their matrix products in pieces
+    scatters: bool = False  # whether ranks of tp each send a part of what goes to the next stage
+    backend: str = "ts"  # compiler that fuses small operators: "ts" for Megatron's fused kernels
+    device: str = ""  # name of the GPU, if not that of the cluster
+    reserved_gib: float = 0.0  # memory that torch reserved, if stated
+    llama: str = ""  # size of a llama; a GPT of `sizes` otherwise
+    versions: Mapping[str, str] = field(default_factory=dict)  # software (see `Cluster.versions`)
+
+    def make(self) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        """Return the model and a global batch, on the meta device."""
+        if not self.llama:
+            return make(self.sizes, self.rows)
+        with torch.device("meta"):
+            tokens = torch.zeros(self.rows, self.sizes.length, dtype=torch.long)
+            return Llama(SIZES[self.llama]), (tokens, tokens)
 
 
 def read(path: Path) -> list[Run]:
@@ -42,6 +60,9 @@ def read(path: Path) -> list[Run]:
         if rows and column in rows[0]:
             return [run for row in rows for run in reader(row)]
     raise ValueError(f"{path}: no known table has these columns: {', '.join(rows[0])}")
+
+
+SELENE = "NVIDIA A100-SXM4-80GB"
 
 
 def sc21(row: Mapping[str, str]) -> Iterator[Run]:
@@ -59,7 +80,7 @@ def sc21(row: Mapping[str, str]) -> Iterator[Run]:
     published = float(row["tflops_per_gpu"])
     yield Run(
         row["model"], "dgx-a100", n["gpus"], sizes, n["gbs"], strategy, operations, published,
-        "TFLOP/s", "dropout of 0.1, Megatron-LM's default",
+        "TFLOP/s", "dropout of 0.1, Megatron-LM's default", device=SELENE, scatters=True,
     )  # fmt: skip
 
 
@@ -91,6 +112,81 @@ def h100(row: Mapping[str, str]) -> Iterator[Run]:
         f"micro-batches of {H100_ROWS}, {local // each} stages a rank, nothing recomputed, flash "
         "attention, no dropout, gradients reduced in bfloat16",
         tp_overlap=True,
+        scatters=True,
+        versions={"attention": "cudnn"},  # Transformer Engine's kernel on Hopper
+    )  # fmt: skip
+
+
+MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+"""Hidden size, heads and layers of MPT models (llm-foundry, scripts/train/yamls/pretrain)."""
+
+MPT_VOCABULARY = 50368
+MPT_SOFTWARE = {"cuda": "11.8", "attention": "flash-1"}
+"""That of the image and release that llm-foundry's scripts/train/benchmarking/sweep.sh names,
+mosaicml/pytorch:2.0.1_cu118 and v0.0.4: FlashAttention 1 and its version in Triton."""
+
+
+def mpt(row: Mapping[str, str]) -> Iterator[Run]:
+    """MPT under FSDP on H100s (llm-foundry): tokens a second of a GPU.
+
+    Composer's mixed precision DEFAULT gathers in bfloat16 and reduces in float32. FSDP wraps every
+    block, so that buckets are blocks.
+    """
+    hidden, heads, layers = MPT[row["model"]]
+    length, gpus, rows, micro = (
+        int(row[key]) for key in ("seq_len", "gpus", "microbatch", "grad_accum")
+    )
+    sizes = Sizes(
+        hidden, layers, heads, MPT_VOCABULARY, length,
+        flash=True, dropout=False, bias=False, mixed=True,
+    )  # fmt: skip
+    batch, zero = rows * micro * gpus, 3 if row["sharding"] == "FULL_SHARD" else 2
+    strategy = Strategy(
+        zero=zero,
+        recompute="everything" if row["act_ckpt"] == "True" else "none",
+        gather_bytes=2 * 12 * hidden**2,
+        reduce_bytes=4 * 12 * hidden**2,
+        prefetch=1,
+        hierarchical=False,
+        micro_batches=micro if micro > 1 else None,
+    )
+    cluster = "dgx-a100" if "a100" in row["gpu"] else "dgx-h100"
+    yield Run(
+        f"{row['model']} {length} x {gpus}", cluster, gpus, sizes, batch, strategy,
+        float(length * batch), float(row["tokens_per_s_per_gpu"]), "tokens/s",
+        "learned positions, exact GELU, cross-entropy in float32", backend="eager",
+        versions=MPT_SOFTWARE,
+    )  # fmt: skip
+
+
+def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
+    """Llama under FSDP2 (torchtitan): tokens a second of a GPU."""
+    gpus, rows, length = (int(row[key]) for key in ("gpus", "rows_per_gpu", "length"))
+    size = SIZES[row["model"]]
+    block = 2 * size.width**2 + 2 * size.width * size.groups * size.width // size.heads
+    block += 3 * size.width * size.inner
+    sizes = Sizes(
+        size.width, size.layers, size.heads, size.vocabulary, length, tied=False, mixed=True
+    )
+    strategy = Strategy(
+        zero=3, recompute="selective", gather_bytes=2 * block, reduce_bytes=4 * block,
+        prefetch=1, hierarchical=False,
+    )  # fmt: skip
+    yield Run(
+        f"{row['model']} {row['backend']}", "dgx-h100", gpus, sizes, rows * gpus, strategy,
+        float(length * rows * gpus), float(row["tokens_per_s_per_gpu"]), "tokens/s",
+        "autopar's selective recomputation, without torchtitan's every other product",
+        backend=row["backend"], llama=row["model"], reserved_gib=float(row["reserved_gib"]),
     )  # fmt: skip
 
 
@@ -121,7 +217,13 @@ def seqpar(row: Mapping[str, str]) -> Iterator[Run]:
     )  # fmt: skip
 
 
-READERS = {"ddp_impl": sc21, "mfu_pct": h100, "activation_gib": seqpar}
+READERS = {
+    "ddp_impl": sc21,
+    "act_ckpt": mpt,
+    "backend": torchtitan,
+    "mfu_pct": h100,
+    "activation_gib": seqpar,
+}
 
 
 MEGATRON = {

@@ -64,7 +64,8 @@ class Cluster:
         ranks_per_node: number of ranks on each node.
         curves: times of collectives over groups, with the origin of each.
         backend: "gloo", "nccl", ...
-        versions: versions of torch and the backend.
+        versions: versions of torch and the backend; where operators are modelled also "cuda", and
+            the kernel of "attention": "flash-1", "flash-2", "flash-3" or "cudnn".
         provenance: origin of the whole, "measured DATE on HOST" or "modelled by ...".
         slowdown: slowdown of compute and collectives by each other.
         uniform: whether groups of one shape take equally long wherever they are, as behind a

@@ -69,6 +69,11 @@ class Traffic:
     first: bool
 
 
+def is_row_wise(node: fx.Node) -> bool:
+    """Whether an operator is a normalisation or a softmax."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _BY_ROWS
+
+
 def is_fused(node: fx.Node, backend: str) -> bool:
     """Whether a backend of torch.compile fuses an operator with its neighbours."""
     if node.op != "call_function" or not computes(node):

@@ -5,12 +5,13 @@ wave takes as long as a full one, and a tile at the edge as long as one inside (
 Multiplication Background User's Guide). A tile loads its first operands before it computes, and
 stores its result afterwards; the shorter the inner dim, the larger the share of these ends. Between
 the ends, in full waves, a kernel reaches a fixed share of the peak (`FULL_WAVES`). That share comes
-from the best measured products of a device, corrected for waves and ends.
+from measured products of a device, corrected for waves and ends.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,14 +55,12 @@ class GemmWaves:
         processors: number of multiprocessors.
         full: share of the peak in full waves, between the ends of tiles.
         ends: time of the ends of a tile, in elements of the inner dim.
-        attention: share of the peak that flash attention reaches, forward and backward together.
         source: origin of the figures.
     """
 
     processors: int
     full: float
     ends: float
-    attention: float
     source: str
 
     def share(self, shape: Shape) -> float:
@@ -80,25 +79,52 @@ class GemmWaves:
         return self.full * between * share
 
 
-_MAMF = "the best bfloat16 products of mamf-finder (github.com/stas00/ml-engineering)"
-_FLASH2 = "FlashAttention-2 (arXiv 2307.08691), causal, heads of 128, rows of 2,000 to 4,000"
-_FLASH3 = "FlashAttention-3 and cuDNN (arXiv 2407.08608), the same"
+# A GPU under long products runs at its power limit, not at its boost clock, and the more slowly
+# the less regular the values are. `full` therefore comes from products of normally distributed
+# values, in shapes of language models where known, not from the best product that can be found.
+# `ends` comes from the best products of mamf-finder (github.com/stas00/ml-engineering), two of each
+# device, as rows, columns and inner dim: A100 SXM 271.2 of 312 TFLOP/s at 1024 x 10240 x 5120 and
+# 267.9 at 6912 x 16384 x 2048, H100 SXM 794.5 of 989 at 2048 x 2048 x 13312 and 792.1 at
+# 6144 x 17920 x 2816.
+_SEMI = "newsletter.semianalysis.com/p/mi300x-vs-h100-vs-h200-benchmark-part-1-training"
+# A100: 257.5 TFLOP/s at 8192 x 8192 x 8192 (cuBLAS of 2022).
+_A100 = "normal values at 8192 x 8192 x 8192 (thonking.ai/p/strangely-matrix-multiplications)"
+# H100 and H200: about 720 TFLOP/s, MI300X about 620, in the mean of the five SHAPES.
+_H100 = f"normal values in five shapes of a llama of 70B ({_SEMI})"
+SHAPES = (
+    (16384, 8192, 1280),
+    (16384, 1024, 8192),
+    (16384, 8192, 7168),
+    (16384, 3584, 8192),
+    (8192, 8192, 8192),
+)
+"""Rows, columns and inner dim of the products that `full` of an H100 comes from."""
 
-# A100 SXM: 271.2 of 312 TFLOP/s at 1024 x 10240 x 5120 (rows, columns, inner; 320 tiles in 3 waves)
-# and 267.9 at 6912 x 16384 x 2048 (3456 tiles in 32 waves). H100 SXM: 794.5 of 989 TFLOP/s at
-# 2048 x 2048 x 13312 (128 tiles in a wave) and 792.1 at 6144 x 17920 x 2816 (3360 tiles in 26).
-# Two equations each for `full` and `ends`.
+# B200: 1671.8 TFLOP/s at 8192 x 8192 x 8192, 1517.5 at 16384 x 16384 x 16384.
+_B200 = "cuBLAS on two cubes (arXiv 2604.23466, tables III and IV)"
+# L40S: 252 TFLOP/s at 4416 x 3776 x 3072. V100: 94 at 17216 x 4096 x 20480.
+_MAMF = "best products of mamf-finder (github.com/mag-/gpu_benchmark)"
+
 FULL_WAVES = {
-    "A100": GemmWaves(108, 0.895, 85, 0.5, f"{_MAMF}; {_FLASH2}"),
-    "H100": GemmWaves(132, 0.83, 43, 0.45, f"{_MAMF}; {_FLASH3}"),
-    "H200": GemmWaves(132, 0.83, 43, 0.45, f"as of an H100: {_MAMF}; {_FLASH3}"),
-    "V100": GemmWaves(80, 0.85, 85, 0.5, "between A100 and H100, not measured"),
-    "4090": GemmWaves(128, 0.85, 85, 0.5, "between A100 and H100, not measured"),
+    "A100": GemmWaves(108, 0.836, 85, _A100),
+    "H100": GemmWaves(132, 0.742, 43, _H100),
+    "H200": GemmWaves(132, 0.742, 43, _H100),
+    "B200": GemmWaves(148, 0.713, 43, _B200),
+    "MI300X": GemmWaves(304, 0.484, 43, _H100),
+    "L40S": GemmWaves(142, 0.732, 85, _MAMF),
+    "V100": GemmWaves(80, 0.77, 85, _MAMF),
+    "4090": GemmWaves(128, 0.85, 85, "between A100 and H100, not measured"),
 }
 
+# torch of 2023, cuBLAS 11.11 and 12.0, on an H100 (github.com/pytorch/pytorch/issues/100850): 549.5
+# and 542.9 TFLOP/s for 2 and 4 rows of 2048 tokens, 8192 wide; one row alone reached 742.7.
+FIRST_HOPPER = GemmWaves(132, 0.558, 43, "cuBLAS 11 (github.com/pytorch/pytorch/issues/100850)")
 
-def gemm_waves_of(device: str) -> GemmWaves | None:
-    """The figures of a GPU by its name; None if unknown."""
+
+def gemm_waves_of(device: str, versions: Mapping[str, str]) -> GemmWaves | None:
+    """The figures of a GPU by its name, under the "cuda" of `versions`; None if unknown."""
+    if "H100" in device and versions.get("cuda", "").startswith("11"):
+        return FIRST_HOPPER
     return next((waves for name, waves in FULL_WAVES.items() if name in device), None)
 
 

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost_model.kernels.attention_speed import AttentionSpeed
 from autopar.cost_model.kernels.gemm_efficiency import GemmWaves, Shape, gemm_waves_of
 from autopar.cost_model.topology.devices import find_device
 
 _CPU_THREAD = (4e10, 4e10, 8e9)  # round figures of one AVX2 core
 
-STREAMED = 0.9
-"""Share of a data sheet's memory bandwidth that large operators reach on a GPU: copies through
-torch moved 4.3 of 4.8 TB/s on an H200 (8.6 GB, twice, October and November 2026)."""
+STREAMED = {"A100": 0.78, "": 0.9}
+"""Share of a data sheet's memory bandwidth that large pointwise operators reach, by GPU.
+
+Copies through torch moved 4.3 of 4.8 TB/s on an H200 (8.6 GB, twice, October and November 2026).
+Additions and copies: 3.06 and 3.00 of 3.35 TB/s on an H100, 1.5 of 1.94 on an A100
+(github.com/gpu004/napkin-math-gpu)."""
+
+ROW_WISE = 0.76 / 0.9
+"""Rate of norms and softmaxes in eager mode over that of pointwise operators: layer norms of torch
+reach 2.42 to 2.70 of an H100's 3.35 TB/s (github.com/pauliano22/triton-gpu-kernels)."""
 
 LAUNCH_S = {"cpu": 5e-6, "cuda": 3e-6}
 """Seconds of an empty operator. On a GPU kernels are queued, so only the time between two kernels
 remains: the first drains and the second fills the processors."""
+
+NEWEST: Mapping[str, str] = {}
+"""Software that nobody named."""
 
 _LEAST_LAUNCHES = 2.0  # least time of an operator that tells a rate, in launch times
 
@@ -76,6 +87,7 @@ class Roofline:
         streams: bytes per second read and written.
         waves: share of `products` that a matrix product reaches by its shape; None where `products`
             depends on the size.
+        attention: rates of flash attention; None where it is priced as products are.
     """
 
     launch_s: float
@@ -85,6 +97,7 @@ class Roofline:
     streams: Rates
     source: str
     waves: GemmWaves | None = None
+    attention: AttentionSpeed | None = None
 
     def seconds(
         self, flops: float, nbytes: float, item_bytes: int = 4, shape: Shape | None = None
@@ -98,8 +111,18 @@ class Roofline:
         )
 
     @classmethod
-    def default(cls, device: str, threads: int) -> Roofline:
-        """Published figures of a device by its name, "cpu" or a GPU's."""
+    def default(
+        cls,
+        device: str,
+        threads: int,
+        versions: Mapping[str, str] = NEWEST,
+        pace: float = 1.0,
+    ) -> Roofline:
+        """Published figures of a device by its name, "cpu" or a GPU's.
+
+        Of a GPU's software, `versions` may name "cuda" and the kernel of "attention". Its products
+        take `pace` times as long.
+        """
         if device.startswith("cpu"):
             full, half, bandwidth = (threads * figure for figure in _CPU_THREAD)
             products, streams = Rates((1.0,), (full,)), Rates((1.0,), (bandwidth,))
@@ -107,16 +130,20 @@ class Roofline:
             faster = half / full, half / full
             return cls(LAUNCH_S["cpu"], products, *faster, streams, source)
         full, half, quarter, bandwidth = 1e13, 1e14, 1e14, 1e12
-        source, waves = f"roofline of any GPU, {device} unknown", gemm_waves_of(device)
+        streamed = next(share for name, share in STREAMED.items() if name in device)
+        source, waves = f"roofline of any GPU, {device} unknown", gemm_waves_of(device, versions)
+        attention = None
         if (found := find_device(device)) is not None and waves is not None:
-            full = found.flops_per_s["float32"]
+            full = found.flops_per_s.get("float32", found.flops_per_s["float16"])
             half = found.flops_per_s.get("bfloat16", found.flops_per_s["float16"])
             quarter = found.flops_per_s.get("float8_e4m3fn", half)
+            full, half, quarter = full / pace, half / pace, quarter / pace
             bandwidth = found.memory_bytes_per_s
             source = f"roofline of {found.name}'s data sheet, products in waves of tiles"
-        products, streams = Rates((1.0,), (full,)), Rates((1.0,), (STREAMED * bandwidth,))
+            attention = AttentionSpeed.of(device, half, versions)
+        products, streams = Rates((1.0,), (full,)), Rates((1.0,), (streamed * bandwidth,))
         faster = half / full, quarter / full
-        return cls(LAUNCH_S["cuda"], products, *faster, streams, source, waves)
+        return cls(LAUNCH_S["cuda"], products, *faster, streams, source, waves, attention)
 
     def fitted(self, timed: Sequence[tuple[float, float, float]], launch_s: float) -> Roofline:
         """The roofline with rates of timed operators, where some were large enough.
@@ -132,4 +159,5 @@ class Roofline:
             streams=Rates.of((b, s) for f, b, s in large if f == 0 and b > 0) or self.streams,
             source="roofline fitted to timed operators, by their sizes",
             waves=None,
+            attention=None,
         )

@@ -20,15 +20,14 @@ from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
-from autopar.cost_model.kernels.fusion import EAGER, Traffic, traffic
+from autopar.cost_model.kernels.fusion import EAGER, Traffic, is_row_wise, traffic
 from autopar.cost_model.kernels.gemm_efficiency import (
     is_attention,
-    is_causal,
     multiplied_bytes,
     product_of,
 )
 from autopar.cost_model.kernels.queue_timing import QueueTimer, time_empty_kernel
-from autopar.cost_model.kernels.roofline import Roofline
+from autopar.cost_model.kernels.roofline import ROW_WISE, Roofline
 from autopar.cost_model.kernels.settings import kernel_settings
 from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
@@ -88,6 +87,8 @@ class OperatorTimes:
         alone: seconds of the calling thread, by signature, of operators timed alone in turns: they
             tell the ratio of two operators. 0 for operators that cannot be run.
         backend: backend of torch.compile, which may fuse small operators, for modelled times.
+        versions: software of a GPU that is not here, for modelled times (see `Roofline.default`).
+        pace: time of the slowest of all GPUs over that of a median one, for modelled products.
         traffic: memory traffic of the fused operators of one graph; see `of`.
     """
 
@@ -96,12 +97,19 @@ class OperatorTimes:
     times: Mapping[str, Timing] = field(default_factory=dict)
     alone: Mapping[str, float] = field(default_factory=dict)
     backend: str = EAGER
+    versions: Mapping[str, str] = field(default_factory=dict)
+    pace: float = 1.0
     traffic: Mapping[fx.Node, Traffic] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def on_host(self) -> bool:
         """Whether operators run on the thread that calls them."""
         return self.setting.device == "cpu"
+
+    @property
+    def absent_gpu(self) -> bool:
+        """Whether all times are modelled from published figures of a GPU."""
+        return not self.present and not self.on_host
 
     @property
     def oversubscription(self) -> float:
@@ -317,9 +325,11 @@ class OperatorTimes:
     def by_roofline(self, node: fx.Node) -> float:
         """Seconds of an operator by the roofline alone."""
         line, flops = self.roofline, flops_of(node)
-        if line.waves is not None and is_attention(node):
-            flops *= (0.5 if is_causal(node) else 1.0) * line.waves.full / line.waves.attention
-        return line.seconds(flops, moved_bytes(node), multiplied_bytes(node), product_of(node))
+        if line.attention is not None and is_attention(node):
+            product_s = line.attention.seconds(node, flops)
+            return line.launch_s + max(product_s, line.streams.seconds(moved_bytes(node)))
+        nbytes = moved_bytes(node) / (ROW_WISE if self.absent_gpu and is_row_wise(node) else 1.0)
+        return line.seconds(flops, nbytes, multiplied_bytes(node), product_of(node))
 
     def share(self, part: fx.Node, whole: fx.Node) -> float:
         """Time of an operator on shards over its time on whole tensors.
@@ -344,7 +354,8 @@ class OperatorTimes:
     @cached_property
     def roofline(self) -> Roofline:
         """Model of operators that were not timed."""
-        line = Roofline.default(self.setting.device, self.setting.threads)
+        setting = self.setting
+        line = Roofline.default(setting.device, setting.threads, self.versions, self.pace)
         if _DISPATCH not in self.times:
             return line
         timed = [(t.flops, t.nbytes, t.seconds) for t in self.times.values()]

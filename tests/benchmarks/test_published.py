@@ -1,5 +1,6 @@
 """Predictions of published runs from their configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from autopar.report.plan import Plan
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
+from benchmarks.published.planning import pinned
 from benchmarks.published.tables import flops, pipelined, read
 
 SMALL = Sizes(256, 8, 8, 512, 128, tied=False)
@@ -37,6 +39,23 @@ def test_equal_stages_cost_the_same_as_when_evaluated_one_by_one(
     assert deduplicated == one_by_one
 
 
+def test_fsdp_runs_gather_in_bfloat16_and_reduce_in_float32(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "model,seq_len,gpus,gpu,microbatch,grad_accum,tokens_per_s_per_gpu,sharding,act_ckpt\n"
+        "1b,512,8,h100_80gb,2,3,52275,FULL_SHARD,True\n"
+    )
+    (run,) = read(table)
+    run = replace(run, sizes=replace(run.sizes, hidden=128, heads=1, layers=3, vocabulary=64))
+    plan = pinned(run)
+    assert plan.zero_stages == (("", 3), *((f"blocks.{i}", 3) for i in range(3)))
+    assert {level for _, level in plan.recompute} == {"everything"}
+    parameters = sum(p.numel() for p in run.make()[0].parameters())
+    # Three micro-batches gather for the forward and again for the backward, and reduce once.
+    sent = dict(plan.sent_bytes)["dp"] / (3 * 7 / 8)
+    assert sent == pytest.approx(parameters * (2 * 2 + 4), rel=0.02)
+
+
 def test_tables_have_the_configuration(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(
@@ -51,8 +70,8 @@ def test_tables_have_the_configuration(tmp_path: Path) -> None:
     assert run.strategy.split_points[:2] == ("blocks.5", "blocks.10")
     h, s, layers = 10240, 2048, 60
     published = 96 * 1792 * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (16 * layers * h))
-    assert run.flops == pytest.approx(published)
-    assert flops(run.sizes, 1792, recomputed=False) < run.flops
+    assert run.work == pytest.approx(published)
+    assert flops(run.sizes, 1792, recomputed=False) < run.work
     table.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no known table"):
         read(table)

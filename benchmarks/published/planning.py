@@ -1,0 +1,112 @@
+"""Plans of published runs, pinned to their configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import autopar
+from autopar.capture.model_info import describe_parameters
+from autopar.common.deadline import Deadline
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.topology.devices import find_device
+from autopar.driver.offline import OfflineDriver
+from autopar.planner.evaluate.p2p import P2PCost
+from autopar.planner.problem import PlanningProblem
+from autopar.report.plan import Plan
+from benchmarks.published.gpt import MasterAdamW
+from benchmarks.published.tables import Run
+
+NO_CAP = 10**17
+"""Bytes of a cap that every plan fits under: what ran has fitted."""
+
+
+class _Arithmetic(OfflineDriver):
+    """A planner that lowers two and three blocks of each kind, and never the whole model."""
+
+    def refine(self, plan: Plan) -> Plan | None:
+        return None
+
+
+def cluster_of(run: Run) -> Cluster:
+    """Return the machines of a run, with the software that it used."""
+    cluster = Cluster.named(run.cluster)
+    cluster = Cluster.named(run.cluster, max(1, run.gpus // cluster.ranks_per_node))
+    if run.device:
+        figures = find_device(run.device)
+        assert figures is not None
+        memory = figures.memory_bytes
+        cluster = replace(cluster, device=run.device, figures=figures, device_memory_bytes=memory)
+    return replace(cluster, versions={**cluster.versions, **run.versions})
+
+
+def pinned(run: Run) -> Plan:
+    """Return the plan of a run as published, predicted."""
+    if run.strategy.stages > 1 or run.tp_overlap:  # needs stages, or collectives one by one
+        with _scattered(run):
+            return plan_of(run, strategy=run.strategy, memory=NO_CAP)
+    return _by_arithmetic(run)
+
+
+def plan_of(run: Run, **options: Any) -> Plan:
+    """Return a plan of the model of a run on its machines, as `autopar.plan` makes it."""
+    model, inputs = run.make()
+    return autopar.plan(
+        model,
+        run.gpus,
+        example_inputs=inputs,
+        optimizer=optimizer_of(run),
+        cluster=cluster_of(run),
+        precision="bf16" if run.llama else "fp32",  # GPTs cast by themselves
+        backend=run.backend,
+        **options,
+    )
+
+
+@contextmanager
+def _scattered(run: Run) -> Iterator[None]:
+    """Price messages between stages as Megatron sends them: ranks of tp send a part each.
+
+    Without sequence parallelism they then gather the whole. Plans of autopar send the whole.
+    """
+    tp, gathers = run.strategy.tp or 1, not run.strategy.sequence_parallel
+    whole = P2PCost.seconds
+
+    def seconds(link: P2PCost, nbytes: int) -> float:
+        group = GroupShape(tp, tp, link.cluster.world_size // tp)
+        gathered = link.cluster.seconds("all_gather", nbytes, group, "bfloat16").seconds
+        return whole(link, nbytes // tp) + gathered * gathers
+
+    with patch.object(P2PCost, "seconds", seconds if run.scatters and tp > 1 else whole):
+        yield
+
+
+def optimizer_of(run: Run) -> Any:
+    return torch.optim.AdamW if run.sizes.mixed else MasterAdamW
+
+
+def _by_arithmetic(run: Run) -> Plan:
+    model, inputs = run.make()
+    problem = PlanningProblem(
+        model=type(model).__name__,
+        parameters=describe_parameters(model),
+        world_size=run.gpus,
+        strategy=run.strategy,
+        memory=NO_CAP,
+        batch="global",
+        precision="bfloat16" if run.llama else None,
+        optimizer=optimizer_of(run),
+        cluster=cluster_of(run),
+        device=torch.device("meta"),
+        comm_backend="nccl",
+        backend=run.backend,
+    )
+    autocast = torch.bfloat16 if run.llama else None  # others cast by themselves
+    rest = autocast, None, Deadline(3600.0), lambda _: None
+    return _Arithmetic(problem, model, inputs, *rest).plan(problem)
