@@ -1,21 +1,13 @@
 """Errors of ranks that outlive another."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from autopar.runtime.lost_peers import is_lost_peer
-
-SCRIPT = """
-import sys
+from autopar.errors import CommunicationError
 from autopar.runtime import lost_peers
-lost_peers.WAIT_S = 0
-lost_peers.wait_for_launcher()
-lost_peers.wait_for_launcher()  # once is enough
-raise RuntimeError(sys.argv[1])
-"""
+from autopar.runtime.lost_peers import is_lost_peer, wait_for_launcher
 
 
 def test_errors_of_communication() -> None:
@@ -25,19 +17,22 @@ def test_errors_of_communication() -> None:
     assert not is_lost_peer(ValueError("peer"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "launched", "traceback"),
-    [("Connection closed", "1", False), ("Connection closed", "", True), ("bad shape", "1", True)],
-)
 def test_one_line_under_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, text: str, launched: str, traceback: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    reported: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reported.append(error))
+    monkeypatch.setattr(lost_peers, "WAIT_S", 0)
     monkeypatch.delenv("AUTOPAR_LAUNCHED", raising=False)
-    if launched:
-        monkeypatch.setenv("AUTOPAR_LAUNCHED", launched)
-    command = [sys.executable, "-c", SCRIPT, text]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert ("Traceback" in done.stderr) is traceback
-    assert text in done.stderr.splitlines()[-1]
+    before = sys.excepthook
+    wait_for_launcher()
+    assert sys.excepthook is before, "nobody will end this process"
+
+    monkeypatch.setenv("AUTOPAR_LAUNCHED", "1")
+    wait_for_launcher()
+    wait_for_launcher()  # of a second model
+    other = ValueError("bad data")
+    for error in (CommunicationError("rank 0: a collective failed\nmore"), other):
+        sys.excepthook(type(error), error, None)
+    assert reported == [other]
+    assert capsys.readouterr().err == "autopar: rank 0: a collective failed\n"
