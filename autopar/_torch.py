@@ -298,6 +298,11 @@ def inductor_compile(
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
 
 
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply` of tensors that no functorch transform wraps, without looking for those."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local part of a DTensor, or a plain tensor, as it is stored; costs no dispatch."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture.batch_slices import capture_slice
@@ -85,6 +86,11 @@ class ModuleIndex:
     def local(self) -> dict[str, nn.Parameter]:
         """The parameters on this rank."""
         return {name: p for name, p in self.parameters.items() if not is_remote(p)}
+
+    @cached_property
+    def dtensors(self) -> frozenset[str]:
+        """Names of the parameters that are DTensors."""
+        return frozenset(n for n, p in self.parameters.items() if isinstance(p, DTensor))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The current buffers by name, looked up at each access since assignment replaces them."""
@@ -336,10 +342,10 @@ class ExecutionContext:
 
     def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
         """Local parameters by name and inputs by index that autograd differentiates a call by."""
-        found: dict[str | int, torch.Tensor] = {}
-        found |= ((name, p) for name, p in self.index.local.items() if p.requires_grad)
-        found |= ((index, x) for index, x in inputs_of(shard).items() if x.requires_grad)
-        return found
+        found: dict[str | int, torch.Tensor] = {
+            name: p for name, p in self.index.local.items() if p.requires_grad
+        }
+        return found | {index: x for index, x in inputs_of(shard).items() if x.requires_grad}
 
     def result_of(
         self, capture: Capture, returned: Sequence[int], outputs: Sequence[torch.Tensor]

@@ -85,6 +85,12 @@ class CompiledGraph:
         return tuple((i, role) for i, role in pairs if not isinstance(role, Parameter))
 
     @cached_property
+    def unsaved_inputs(self) -> tuple[tuple[int, InputRole], ...]:
+        """Position and role of each input that is not saved; saved ones come in their order."""
+        pairs = enumerate(self.graph.inputs)
+        return tuple((i, role) for i, role in pairs if not isinstance(role, Saved))
+
+    @cached_property
     def saved_outputs(self) -> tuple[int, ...]:
         """Positions of saved tensors among the outputs."""
         return tuple(i for i, role in enumerate(self.graph.outputs) if isinstance(role, Saved))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from autopar._torch import backward_keeps_graph, local_tensor
+from autopar._torch import apply_function, backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
 from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_numerics
@@ -37,9 +37,10 @@ class SpmdExecutor:
             else:
                 given = context.differentiable_inputs(shard)
                 call.differentiable = tuple(given)
-                outputs = SpmdFunction.apply(call, *given.values())
+                outputs = apply_function(SpmdFunction, call, *given.values())
         finish_exchange()  # the program may have no collective
-        self._write_updates(call)
+        if call.updates:
+            self._write_updates(call)
         return context.result_of(program.capture, program.returned, outputs)
 
     def program(self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
@@ -115,8 +116,10 @@ class SpmdCall:
         parameters, buffers = context.index.parameters, context.index.buffers()
         inputs = inputs_of(shard)
         values: list[Any] = [None] * len(graph.graph.inputs)
+        sharded = context.index.dtensors
         for place, name in graph.parameter_inputs:
-            values[place] = local_tensor(parameters[name])
+            value = parameters[name]
+            values[place] = local_tensor(value) if name in sharded else value
         for place in program.returned_parameters:
             values[place] = values[place].detach()
         for place, role in graph.other_inputs:
@@ -165,22 +168,20 @@ class SpmdCall:
     def _backward_arguments(
         self, graph: CompiledGraph, saved: list[torch.Tensor], tangents: dict[int, torch.Tensor]
     ) -> list[torch.Tensor]:
-        saved_values, arguments = iter(saved), []
-        for role in graph.graph.inputs:
+        arguments: list[Any] = list(saved)
+        for place, role in graph.unsaved_inputs:  # ascending
             match role:
-                case roles.Saved():
-                    arguments.append(next(saved_values))
                 case roles.Tangent():
-                    arguments.append(_tangent(graph, role, tangents))
+                    value = _tangent(graph, role, tangents)
                 case roles.Accumulated(name):
-                    arguments.append(self.context.unreduced_grads.pop(name))
+                    value = self.context.unreduced_grads.pop(name)
                 case roles.State():
-                    like = graph.fake_tensors[role]
-                    arguments.append(self.context.compression_state.get(role, like))
+                    value = self.context.compression_state.get(role, graph.fake_tensors[role])
+            arguments.insert(place, value)
         return arguments
 
     def _gradients(self, graph: CompiledGraph, results: list[Any]) -> list[torch.Tensor | None]:
-        unreduced, as_grad_of = self.context.unreduced_grads, self.context.as_grad_of
+        unreduced, sharded = self.context.unreduced_grads, self.context.index.dtensors
         for place, role in graph.other_outputs:
             match role:
                 case roles.UnreducedGrad(name) if name in unreduced:
@@ -191,8 +192,8 @@ class SpmdCall:
         gradients = graph.gradient_outputs
         for key in self.differentiable:
             value = results[gradients[key]] if key in gradients else None
-            if value is not None and isinstance(key, str):
-                value = as_grad_of(key, value)
+            if value is not None and key in sharded:
+                value = self.context.as_grad_of(str(key), value)
             found.append(value)
         return found
 

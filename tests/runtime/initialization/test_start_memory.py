@@ -1,6 +1,5 @@
 """Starting a model takes a rank its share and one block, measured and counted."""
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar._torch import FakeTensorMode
@@ -20,12 +16,13 @@ from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import local_part
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters
 from autopar.runtime.process_groups import make_mesh
+from benchmarks.starting.bytes import LiveBytes
+from benchmarks.starting.llamas import BIG
 from examples.plan_llama import Llama, Size
 from tests.harness.training import fixed
 from tests.harness.worlds import run
 
 SMALL = Size(width=256, inner=688, layers=8, heads=4, groups=4, vocabulary=512)
-BIG = Size(width=6656, inner=17920, layers=60, heads=52, groups=52)
 SLACK = 1 << 16
 """Bytes for states of generators and messages."""
 
@@ -54,7 +51,7 @@ def start(rank: int, world_size: int, elsewhere: bool, **options: Any) -> None:
         parallel._deferred.elsewhere.update(values)
     elif elsewhere:
         parallel._deferred.elsewhere |= dict.fromkeys(parallel._deferred.awaiting)
-    with Bytes() as counted:  # whichever thread of gloo frees a tensor
+    with LiveBytes() as counted:  # whichever thread of gloo frees a tensor
         parallel.materialize_parameters()
     assert parallel.plan is not None
     held = Layout(parallel.plan).parameters_on(rank)
@@ -70,33 +67,6 @@ def start(rank: int, world_size: int, elsewhere: bool, **options: Any) -> None:
 def test_a_rank_never_has_more_than_its_share_and_one_block(elsewhere: bool) -> None:
     for strategy in (fixed(3), fixed(0, tp=2), fixed(0, pp=2)):
         run(start, 2, strategy=strategy, elsewhere=elsewhere)
-
-
-class Bytes(TorchDispatchMode):
-    """Counts the bytes of live storages, without meta tensors; fake tensors count in full."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[Any, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            has_memory = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
-            if has_memory and not tensor.is_meta:
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: Any) -> None:
-        reference = weakref.ref(storage, self._forget)
-        if reference not in self.live:
-            self.live[reference] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-    def _forget(self, reference: Any) -> None:
-        self.now -= self.live.pop(reference, 0)
 
 
 @pytest.fixture
@@ -121,7 +91,7 @@ def test_thirty_billion_parameters_start_on_eight_ranks(
     assert awaited is not None
     mesh = make_mesh(torch.device("cpu"), Layout(plan).storage, Layout(plan).shard_order)
     distribute_plan_parameters(model, plan, mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True), Bytes() as counted:
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as counted:
         awaited.give_values(plan, mesh)
     share, unit = sizes(model)
     whole = sum(p.nbytes for p in model.parameters())

@@ -1,0 +1,1 @@
+"""Memory while a model starts: its values made in place, or read from a checkpoint."""
