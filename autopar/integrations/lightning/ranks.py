@@ -1,4 +1,4 @@
-"""What both of Lightning's strategies need of the ranks and their loaders."""
+"""Process groups, random states and loaders of both of Lightning's strategies."""
 
 from __future__ import annotations
 
