@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from autopar.integrations.rows import whole_rows
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.states.methods import same_config
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -115,7 +115,7 @@ class AutoparTrainerMixin(Base):
         if state_dict is None and isinstance(self.model, DistributedModule):
             rank0_only = not self.args.save_on_each_node
             state_dict = self.model.full_state_dict(rank0_only=rank0_only)
-        with _same_config(self.model):
+        with same_config(self.model):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -125,19 +125,6 @@ class AutoparTrainerMixin(Base):
             super()._save_optimizer_and_scheduler(output_dir)
         finally:
             self.optimizer.state_dict = gather
-
-
-@contextlib.contextmanager
-def _same_config(model: Any) -> Iterator[None]:
-    """Undoes changes of the config, which `save_pretrained` makes on one rank alone."""
-    values = vars(model.config) if hasattr(model, "config") else {}
-    before = dict(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - before.keys():
-            del values[name]
-        values |= before
 
 
 class AutoparTrainer(AutoparTrainerMixin, Trainer):

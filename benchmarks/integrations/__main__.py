@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from autopar.plan.strategy import Strategy
@@ -84,8 +85,10 @@ def compare(part: str, ranks: int, steps: int, names: list[str]) -> list[Row]:
         try:
             found = worlds.run(run_plans, ranks, timeout=3600, **given)
         except worlds.RankError as error:
-            last = next(iter(error.errors.values())).strip().splitlines()[-1]
-            return [Row(part, ranks, name, following[name], {}, last) for name in plans]
+            print(error, file=sys.stderr)
+            lines = [text.strip().splitlines()[-1] for text in error.errors.values()]
+            first = min(lines, key=lambda line: "gloo" in line)  # not that of a lost connection
+            return [Row(part, ranks, name, following[name], {}, first) for name in plans]
     rows = []
     for name in plans:
         each = [records[name].distance(plain) for records in found]
@@ -98,7 +101,7 @@ def table_of(rows: list[Row]) -> Table:
     table = Table("loop", "ranks", "plan", "resumed under", *FIGURES, "", box=box.SIMPLE)
     for row in rows:
         figures = [f"{row.differences[f]:.0e}" if row.differences else "-" for f in FIGURES]
-        verdict = "exact" if row.is_exact else row.error or "differs"
+        verdict = "exact" if row.is_exact else escape(row.error[:60]) or "differs"
         table.add_row(
             PARTS[row.loop], str(row.ranks), row.plan, row.resumed_under, *figures, verdict
         )

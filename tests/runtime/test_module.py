@@ -1,5 +1,6 @@
 """A compiled model does in a training script what the plain one does."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -253,3 +254,27 @@ def test_models_on_the_meta_device_get_values() -> None:
     model.load_state_dict(state, assign=True)
     x, y = (v.float() for v in regression(6, 0))
     assert F.mse_loss(model(x), y).item() == pytest.approx(loss, rel=1e-5)
+
+
+class ReturnsDetached(nn.Module):
+    """Returns its loss, and detached copies of all that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        loss = (self.linear(x) * self.scale).square().mean()
+        return loss, loss.detach(), x.detach(), self.scale.detach(), self.linear.weight.detach()
+
+
+def test_detached_copies_of_results_and_inputs() -> None:
+    plain, x = ReturnsDetached(), torch.randn(4, 4)
+    model = autopar.compile(copy.deepcopy(plain))
+    found, want = model(x), plain(x)
+    assert [value.requires_grad for value in found] == [True, False, False, False, False]
+    close(list(found), list(want))
+    found[0].backward()
+    want[0].backward()
+    close(model.linear.weight.grad, plain.linear.weight.grad)

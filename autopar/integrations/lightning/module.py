@@ -98,7 +98,7 @@ class RoutedModule(Base):
         if records is None:
             getattr(super(), method)(*args, **kwargs)
         else:
-            names = {id(m): name for name, m in self.named_modules()}
+            names = {id(metric): name for name, metric in _metrics(self)}
             records.append((None, method, *_with_stand_ins((args, kwargs), names)))
 
     @property
@@ -150,7 +150,7 @@ def _routed_class(user: Any) -> type[LightningModule]:
 @contextlib.contextmanager
 def _deferring_metrics(module: nn.Module, records: list[Record]) -> Iterator[None]:
     """Notes calls of metrics, which depend on values and keep Python state."""
-    found = {n: m for n, m in module.named_modules() if isinstance(m, (Metric, MetricCollection))}
+    found = dict(_metrics(module))
     before = {name: dict(vars(metric)) for name, metric in found.items()}
     try:
         for name, metric in found.items():
@@ -163,6 +163,15 @@ def _deferring_metrics(module: nn.Module, records: list[Record]) -> Iterator[Non
                 vars(metric).pop(method)
                 if method in before[name]:
                     vars(metric)[method] = before[name][method]
+
+
+def _metrics(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Metrics by name; named_modules would hash them, which reads their states."""
+    for name, child in vars(module)["_modules"].items():
+        if isinstance(child, (Metric, MetricCollection)):
+            yield prefix + name, child
+        if child is not None:
+            yield from _metrics(child, f"{prefix}{name}.")
 
 
 def _defer(

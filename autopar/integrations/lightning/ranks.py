@@ -1,4 +1,4 @@
-"""Ranks and loaders, for the strategies of Lightning's Trainer and Fabric alike."""
+"""Process groups, random states and loaders of both of Lightning's strategies."""
 
 from __future__ import annotations
 

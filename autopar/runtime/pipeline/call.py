@@ -188,7 +188,7 @@ class PipelineCall:
         if options.plan.world_size > 1:
             dist.all_reduce(table, group=self.context.world)
         pairs = zip(ordered, pieces, strict=True)
-        return {i: piece.view(fake.shape).to(fake.dtype) for (i, fake), piece in pairs}
+        return {i: x.view(fake.shape).to(fake.dtype, copy=True) for (i, fake), x in pairs}
 
     def _broadcast_output(self, index: int, stage: int) -> torch.Tensor:
         """Broadcasts an output from the stage that computes it along the pipeline."""

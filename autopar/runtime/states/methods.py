@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Protocol
 
@@ -67,5 +67,18 @@ def save_pretrained(model: Gathers, method: Callable[..., Any], *args: Any, **kw
     """
     if kwargs.get("state_dict") is not None:
         return method(*args, **kwargs)
-    with model.gathered():
+    with model.gathered() as plain, same_config(plain):
         return run_on_all_ranks(lambda: method(*args, **kwargs) if rank() == 0 else None)
+
+
+@contextlib.contextmanager
+def same_config(model: Any) -> Iterator[None]:
+    """Undoes changes of the config, which `save_pretrained` makes on one rank alone."""
+    values = vars(model.config) if hasattr(model, "config") else {}
+    before = dict(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            del values[name]
+        values |= before
