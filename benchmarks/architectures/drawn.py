@@ -57,18 +57,7 @@ DRAWN = [
         "drawn",
         tokens,
         "ForConditionalGeneration",
-        {
-            "nllb_moe": (
-                "NllbMoe",
-                {
-                    **BART,
-                    "num_experts": 4,
-                    "expert_capacity": 16,
-                    "encoder_sparse_step": 2,
-                    "decoder_sparse_step": 2,
-                },
-            )
-        },
+        {"nllb_moe": ("NllbMoe", _NLLB)},
     ),
     *of_kind(
         "drawn",
