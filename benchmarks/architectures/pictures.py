@@ -184,6 +184,7 @@ def _llava(rows: int, generator: torch.Generator) -> Batch:
 
 
 def _paligemma(rows: int, generator: torch.Generator) -> Batch:
+    """As its processor gives them; without `token_type_ids` it differs silently (works-with.md)."""
     given = _llava(rows, generator)
     prefix = (torch.arange(given["input_ids"].shape[1]) < 20).expand_as(given["input_ids"])
     labels = given["labels"].masked_fill(prefix, -100)
