@@ -51,7 +51,8 @@ class TensorSpec:
 
     def value(self) -> torch.Tensor:
         """The tensor of a static argument."""
-        return torch.tensor(json.loads(self.values or ""), dtype=self.dtype, device=self.device)
+        numbers = json.loads(self.values or "[]")
+        return torch.tensor(numbers, dtype=self.dtype, device=self.device).view(self.shape)
 
     def fake(self) -> torch.Tensor:
         """A new tensor of this spec; inside a fake mode it holds no memory."""

@@ -85,7 +85,7 @@ DECODERS = of_kind(
 )
 DECODERS += of_kind("decoder", tokens, "LMHeadModel", {"gpt2": ("GPT2", _GPT)})
 
-_EXPERTS = {
+EXPERT_SIZES = {
     "num_local_experts": 4,
     "num_experts": 4,
     "n_routed_experts": 4,
@@ -95,7 +95,7 @@ _EXPERTS = {
     "moe_num_experts": 4,
     "moe_k": 2,
 }
-_LATENT = {
+LATENT = {
     "num_key_value_heads": HEADS,
     "n_group": 2,
     "topk_group": 1,
@@ -111,13 +111,13 @@ EXPERTS = of_kind(
     tokens,
     "ForCausalLM",
     {
-        name: (stem, {**_EXPERTS, **more})
+        name: (stem, {**EXPERT_SIZES, **more})
         for name, (stem, more) in {
             "mixtral": ("Mixtral", {}),
             "qwen2_moe": ("Qwen2Moe", {}),
             "qwen3_moe": ("Qwen3Moe", {"norm_topk_prob": True}),
-            "deepseek_v2": ("DeepseekV2", {**_LATENT, "topk_method": "greedy"}),
-            "deepseek_v3": ("DeepseekV3", {**_LATENT, "head_dim": 4}),
+            "deepseek_v2": ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),
+            "deepseek_v3": ("DeepseekV3", {**LATENT, "head_dim": 4}),
             "gpt_oss": ("GptOss", {"sliding_window": 4}),
             "olmoe": ("Olmoe", {}),
             "granitemoe": ("GraniteMoe", {}),
@@ -150,7 +150,7 @@ STATE_SPACES = of_kind(
         "qwen3_next": (
             "Qwen3Next",
             {
-                **_EXPERTS,
+                **EXPERT_SIZES,
                 "layer_types": ["linear_attention", "full_attention"],
                 "linear_num_value_heads": 4,
                 "linear_num_key_heads": 2,
@@ -198,7 +198,7 @@ ENCODERS = of_kind(
     },
 )
 
-_BART = {
+BART = {
     "d_model": WIDTH,
     "decoder_start_token_id": 2,
     **{
@@ -226,11 +226,11 @@ ENCODER_DECODERS = of_kind(
         "mt5": ("MT5", _T5),
         "umt5": ("UMT5", _T5),
         "longt5": ("LongT5", {**_T5, "local_radius": 3}),
-        "bart": ("Bart", _BART),
-        "mbart": ("MBart", _BART),
-        "pegasus": ("Pegasus", _BART),
-        "blenderbot": ("Blenderbot", _BART),
-        "m2m_100": ("M2M100", _BART),
+        "bart": ("Bart", BART),
+        "mbart": ("MBart", BART),
+        "pegasus": ("Pegasus", BART),
+        "blenderbot": ("Blenderbot", BART),
+        "m2m_100": ("M2M100", BART),
     },
 )
-ENCODER_DECODERS += of_kind("encoder-decoder", tokens, "MTModel", {"marian": ("Marian", _BART)})
+ENCODER_DECODERS += of_kind("encoder-decoder", tokens, "MTModel", {"marian": ("Marian", BART)})

@@ -26,7 +26,7 @@ from benchmarks.architectures.sizes import (
     sounds,
 )
 
-_IMAGES = {
+IMAGE_SIZES = {
     "image_size": IMAGE,
     "patch_size": 4,
     "num_labels": LABELS,
@@ -39,7 +39,7 @@ VISION = of_kind(
     images,
     "ForImageClassification",
     {
-        name: (stem, {**_IMAGES, **more})
+        name: (stem, {**IMAGE_SIZES, **more})
         for name, (stem, more) in {
             "vit": ("ViT", {}),
             "deit": ("DeiT", {}),
@@ -57,7 +57,7 @@ VISION += of_kind(
     large_images,
     "ForImageClassification",
     {
-        name: (stem, {**_IMAGES, "image_size": 32, **more})
+        name: (stem, {**IMAGE_SIZES, "image_size": 32, **more})
         for name, (stem, more) in {
             "swin": (
                 "Swin",
@@ -106,7 +106,7 @@ VISION += of_kind(
     },
 )
 
-_SOUNDS = {
+SOUND_SIZES = {
     "conv_dim": (16, 16),
     "conv_stride": (5, 4),
     "conv_kernel": (10, 4),
@@ -122,10 +122,10 @@ AUDIO = of_kind(
     sounds,
     "ForSequenceClassification",
     {
-        "wav2vec2": ("Wav2Vec2", _SOUNDS),
-        "hubert": ("Hubert", _SOUNDS),
-        "unispeech_sat": ("UniSpeechSat", _SOUNDS),
-        "sew": ("SEW", {**_SOUNDS, "squeeze_factor": 1}),
+        "wav2vec2": ("Wav2Vec2", SOUND_SIZES),
+        "hubert": ("Hubert", SOUND_SIZES),
+        "unispeech_sat": ("UniSpeechSat", SOUND_SIZES),
+        "sew": ("SEW", {**SOUND_SIZES, "squeeze_factor": 1}),
     },
 )
 
@@ -166,7 +166,7 @@ AUDIO.append(
 # -- images with texts -------------------------------------------------------------------------
 
 IMAGE_TOKEN = VOCAB - 2
-_VISION: dict[str, Any] = {**SIZES, **_IMAGES, "num_hidden_layers": 2, "projection_dim": 16}
+_VISION: dict[str, Any] = {**SIZES, **IMAGE_SIZES, "num_hidden_layers": 2, "projection_dim": 16}
 _TEXT: dict[str, Any] = {**SIZES, "projection_dim": 16, "eos_token_id": VOCAB - 1}
 
 
@@ -184,6 +184,7 @@ def _llava(rows: int, generator: torch.Generator) -> Batch:
 
 
 def _paligemma(rows: int, generator: torch.Generator) -> Batch:
+    """As its processor gives them; without `token_type_ids` it differs silently (works-with.md)."""
     given = _llava(rows, generator)
     prefix = (torch.arange(given["input_ids"].shape[1]) < 20).expand_as(given["input_ids"])
     labels = given["labels"].masked_fill(prefix, -100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.architectures.drawn import DRAWN
 from benchmarks.architectures.language import (
     DECODERS,
     ENCODER_DECODERS,
@@ -13,4 +14,4 @@ from benchmarks.architectures.pictures import AUDIO, DIFFUSION, IMAGE_TEXTS, VIS
 
 _ALL = (DECODERS, EXPERTS, STATE_SPACES, ENCODERS, ENCODER_DECODERS, VISION, AUDIO, IMAGE_TEXTS)
 
-ARCHITECTURES = {each.name: each for kind in (*_ALL, DIFFUSION) for each in kind}
+ARCHITECTURES = {each.name: each for kind in (*_ALL, DIFFUSION, DRAWN) for each in kind}
