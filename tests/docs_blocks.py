@@ -13,7 +13,8 @@ Comments that readers do not see give what a block needs:
     <!-- given              Python that precedes the next block
     import torch
     -->
-    <!-- given: NAME        a file of the page's working folder
+    <!-- given: NAME -->    the same, from tests/docs_given/NAME.py
+    <!-- given: NAME.py     a file of the page's working folder
     import torch
     -->
 """
@@ -40,15 +41,17 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+GIVEN = ROOT / "tests" / "docs_given"
 TIMEOUT_S = 900.0
 
 _BLOCK = re.compile(
-    r"^(?P<indent> *)(?:<!-- given\n(?P<given>(?:(?!-->).)*)-->\n *)?"
+    r"^(?P<indent> *)(?:<!-- given: (?P<named>\w+) -->\n *)?"
+    r"(?:<!-- given\n(?P<given>(?:(?!-->).)*)-->\n *)?"
     r"<!-- (?P<kind>run|run: slow|file: [\w.]+|not run: [^\n]+) -->\n"
     r"(?P=indent)```(?P<language>python|bash)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
-_GIVEN = re.compile(r"^<!-- given: ([\w.]+)\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+_GIVEN = re.compile(r"^<!-- given: (\w+\.\w+)\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^ *```(\w*)\n.*?^ *```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"^ *<!-- (?:run|file|not run).*-->$", re.MULTILINE)
 _RUNNABLE = ("python", "bash")
@@ -91,7 +94,8 @@ def blocks(document: Path) -> list[Block]:
 
 
 def _block(match: re.Match[str], text: str) -> Block:
-    code = textwrap.dedent(match["given"] or "") + textwrap.dedent(match["text"])
+    named = (GIVEN / f"{match['named']}.py").read_text() if match["named"] else ""
+    code = named + textwrap.dedent(match["given"] or "") + textwrap.dedent(match["text"])
     return Block(match["kind"], match["language"], code, text.count("\n", 0, match.start()) + 1)
 
 

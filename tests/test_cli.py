@@ -202,7 +202,10 @@ def test_nodes_are_those_of_a_cluster(make: Path, capsys: pytest.CaptureFixture[
     assert "--world-size" in said
 
 
-def test_help_has_an_example_of_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example_of_each_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"autopar {autopar.__version__}, torch ")
     assert main(["--help"]) == 0
@@ -213,6 +216,7 @@ def test_help_has_an_example_of_each_command(capsys: pytest.CaptureFixture[str])
         text = capsys.readouterr().out
         assert f"example:\n  autopar {name} " in text
         assert "--json" in text or name in ("run", "completion")
+        assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -38,7 +38,8 @@ def add_to(commands: Any) -> None:
     add("--ranks", type=ranks, required=True, help="ranks of the group")
     add("--nodes", type=ranks, default=1, help="nodes of the group")
     add("--groups", type=ranks, default=1, help="groups that run at once")
-    add("--collective", default="all_reduce", choices=COLLECTIVES)
+    kinds = ", ".join(COLLECTIVES)
+    add("--collective", default="all_reduce", choices=COLLECTIVES, metavar="NAME", help=kinds)
     add(
         "--cluster",
         metavar="NAME|FILE",

@@ -37,8 +37,8 @@ def add_to(commands: Any) -> None:
         "autopar plan package.module:make --world-size 4 --memory 20G --json",
         "Captures the model of make(), prices layouts (data parallel, ZeRO, tensor, pipeline, ...) "
         "on the cluster, and prints the fastest one that fits.",
-        usage="autopar plan SCRIPT (--world-size N | --cluster NAME --nodes N) [OPTIONS] "
-        "[-- ARGUMENTS OF THE SCRIPT]",
+        usage="autopar plan SCRIPT (--world-size N | --cluster NAME --nodes N)\n"
+        "                    [OPTIONS] [-- ARGUMENTS OF THE SCRIPT]",
     )
     add = parser.add_argument
     add("script", help=MAKE)

@@ -40,8 +40,8 @@ def add_to(commands: Any) -> None:
         "profile",
         "launch a script, record some of its steps and find the bottlenecks",
         "autopar profile train.py --nproc 2 --steps 5",
-        usage="autopar profile SCRIPT [--nproc N] [--steps N] [--trace FILE] "
-        "[--refit FILE] [-- ARGUMENTS OF THE SCRIPT]",
+        usage="autopar profile SCRIPT [--nproc N] [--steps N] [--trace FILE]\n"
+        "                       [--refit FILE] [-- ARGUMENTS OF THE SCRIPT]",
         more="Records the operators of every rank, predicts the same step from measurements "
         "of this machine, compares both, and plans again with the recorded times. Operators "
         "compiled by a backend are not recorded. On a GPU, times are launch times.",

@@ -33,9 +33,9 @@ def add_to(commands: Any) -> None:
         "scale",
         "predict throughput, memory and cost by number of GPUs, for each strategy",
         "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --strategies ddp,zero3\n"
-        "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --price 2.5 --report scale.html",
+        "autopar scale gpt.py --cluster dgx-h100 --gpus 8,64 --price 2 --report a.html",
         "The global batch of make() is the same for every number of GPUs.",
-        usage="autopar scale SCRIPT --cluster NAME --gpus 8,64,512 [OPTIONS] [-- ARGUMENTS]",
+        usage="autopar scale SCRIPT --cluster NAME --gpus 8,64 [OPTIONS] [-- ARGUMENTS]",
     )
     add = parser.add_argument
     add("script", help=MAKE)
@@ -49,7 +49,12 @@ def add_to(commands: Any) -> None:
     add("--price", type=amount, help="price of a GPU hour, for the cost of a million tokens")
     add("--report", metavar="FILE", help="HTML file to write charts to")
     add("--backend", default="inductor", help="as for autopar plan")
-    add("--time-limit", type=limit_s, default=60.0, help="as for autopar plan, for each number")
+    add(
+        "--time-limit",
+        type=limit_s,
+        default=60.0,
+        help="as for autopar plan, for each prediction",
+    )
     add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
 

@@ -40,8 +40,8 @@ def add_to(commands: Any) -> None:
         "autopar verify gpt.py --nproc 2 --strategy zero3",
         "SCRIPT has make() -> (model, example inputs), as for autopar plan; rank 0's inputs are "
         "the global batch. Exit status: 0 PASS, 1 FAIL, 2 an error.",
-        usage="autopar verify SCRIPT [--nproc N] [--steps N] [OPTIONS] "
-        "[-- ARGUMENTS OF THE SCRIPT]",
+        usage="autopar verify SCRIPT [--nproc N] [--steps N] [OPTIONS]\n"
+        "                      [-- ARGUMENTS OF THE SCRIPT]",
     )
     add_script(parser)
     add = parser.add_argument
