@@ -32,13 +32,16 @@ def batch() -> tuple[Tensor, Tensor]:
 model = autopar.compile(model, example_inputs=batch(), loss_fn=F.cross_entropy, strategy="zero3")
 
 # LAMB needs the norms of whole matrices, which ZeRO divides.
-rate = 1e-3 * (args.rows / 256) ** 0.5  # square-root scaling from 256 rows
+rate = 1e-2 * (args.rows / 256) ** 0.5  # square-root scaling from 256 rows
 optimizer = model.whole_optimizer(
     lambda named: Lamb([parameter for _, parameter in named], lr=rate, weight_decay=0.01)
 )
 warmup = max(1, args.steps // 10)
-stages = LinearLR(optimizer, 0.01, total_iters=warmup), CosineAnnealingLR(optimizer, args.steps)
-scheduler = SequentialLR(optimizer, list(stages), milestones=[warmup])
+parts = [
+    LinearLR(optimizer, 0.01, total_iters=warmup),
+    CosineAnnealingLR(optimizer, args.steps - warmup),
+]
+scheduler = SequentialLR(optimizer, parts, milestones=[warmup])
 
 for step in range(1, args.steps + 1):
     loss = model(*batch())

@@ -32,6 +32,9 @@ class Classifier(lightning.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        self.print(f"epoch {self.current_epoch}: loss {self.trainer.callback_metrics['loss']:.3f}")
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -48,5 +51,3 @@ trainer = lightning.Trainer(
     default_root_dir=args.out,
 )
 trainer.fit(Classifier(), loader)
-if trainer.is_global_zero:
-    print(f"loss {trainer.callback_metrics['loss']:.3f}")

@@ -65,7 +65,9 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model, example = make(args)
+    model, _ = make(args)
+    batches = Batches(args, model.token.num_embeddings)
+    example = tuple(part.to(device) for part in batches[0])
     model = autopar.compile(model, example_inputs=example, precision="bf16", device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = max(1, args.steps // 50)
@@ -77,7 +79,6 @@ def main() -> None:
     checkpointer = autopar.Checkpointer(
         args.out, model, optimizer, scheduler=scheduler, every=500, keep=2
     )
-    batches = Batches(args, model.token.num_embeddings)
     for step, index in checkpointer.steps(range(len(batches)), total=args.steps):
         loss = model(*(part.to(device) for part in batches[index]))
         loss.backward()

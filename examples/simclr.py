@@ -39,18 +39,19 @@ class SimCLR(nn.Module):
         return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 
-def views(rows: int) -> tuple[Tensor, Tensor]:
-    """Two noisy views of the same images; augment images of your own instead."""
-    images = torch.randn(rows, 3, 16, 16)
-    return images + torch.randn_like(images), images + torch.randn_like(images)
+def views(seed: int) -> tuple[Tensor, Tensor]:
+    """Two noisy views of the same images, the same on all ranks; augment your own instead."""
+    draw = torch.Generator().manual_seed(seed)
+    images, one, other = torch.randn(3, args.rows, 3, 16, 16, generator=draw)
+    return images + one, images + other
 
 
-torch.manual_seed(0)  # all ranks draw the same batch, and each computes its rows of it
-model = autopar.compile(SimCLR(), example_inputs=views(args.rows), strategy="ddp")
+torch.manual_seed(0)
+model = autopar.compile(SimCLR(), example_inputs=views(0), strategy="ddp")
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 for step in range(1, args.steps + 1):
-    loss = model(*views(args.rows))
+    loss = model(*views(step))  # each rank computes its part of the rows
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -109,11 +109,11 @@ def curve(plan: PlanSpec, p: Prediction) -> Markup | None:
         return None
     cap, areas, sums = plan.memory_cap, list[Markup](), [0] * len(times)
     near = cap or 0 if (cap or 0) <= _NEAR * p.peak_bytes else 0
-    most = max(p.peak_bytes, near) * 1.12
+    most = max(p.peak_bytes, near) * 1.2
     for name, row in layers:
         sums = [below + own for below, own in zip(sums, row, strict=True)]
         areas.append(_area(name, times, sums, p.step_s, most))
-    marks = [_mark(tick, most, human_bytes(tick)) for tick in byte_ticks(most / 1.12) if tick]
+    marks = [_mark(tick, most, human_bytes(tick)) for tick in byte_ticks(most / 1.2) if tick]
     lines = [tag("path", d=f"M{(at := place(peak_s(p), p.step_s))} 0V{_HEIGHT}", class_="peak")]
     peak = f"peak {human_bytes(p.peak_bytes)}"
     left = f"left:{at / WIDTH * 100:.4g}%;top:{(1 - p.peak_bytes / most) * 100:.4g}%"
