@@ -48,7 +48,8 @@ def predict(run: Run) -> dict[str, Any]:
         "parts": {**{part: getattr(p, part) for part in parts}, "hidden_s": hidden_s},
         "seconds": seconds,
         "assumed": run.assumed,
-        "reserved_gib": {"published": run.reserved_gib, "predicted": p.reserved_bytes / 2**30},
+        "peak_gib": p.peak_bytes / 2**30,
+        "reserved_gib": run.reserved_gib,
     }
 
 
@@ -109,14 +110,14 @@ def activations(plan: Plan) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("table", type=Path, nargs="+", help="CSV of ../shared/data/training")
-    parser.add_argument("--only", help="runs whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="runs whose names contain these")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--choice", action="store_true", help="compare with autopar's own plans")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds to search for these")
     options = parser.parse_args(arguments)
     tables: dict[str, list[dict[str, Any]]] = {}
     for path in options.table:
-        runs = [run for run in read(path) if not options.only or options.only in run.name]
+        runs = [run for run in read(path) if any(name in run.name for name in options.only)]
         print(f"{path.name}: published, predicted, error; time to plan")
         rows = tables.setdefault(path.stem, [])
         for run in runs:

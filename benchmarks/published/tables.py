@@ -35,7 +35,7 @@ class Run:
     scatters: bool = False  # whether ranks of tp each send a part of what goes to the next stage
     backend: str = "ts"  # compiler that fuses small operators: "ts" for Megatron's fused kernels
     device: str = ""  # name of the GPU, if not that of the cluster
-    reserved_gib: float = 0.0  # memory that torch reserved, if stated
+    reserved_gib: float = 0.0  # memory that torch reserved on a GPU; 0 if not stated
     llama: str = ""  # size of a llama; a GPT of `sizes` otherwise
     versions: Mapping[str, str] = field(default_factory=dict)  # software (see `Cluster.versions`)
 

@@ -9,9 +9,10 @@ import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from autopar.report.plan import Plan
+from benchmarks.published.__main__ import choose
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
 from benchmarks.published.planning import pinned
-from benchmarks.published.tables import flops, pipelined, read
+from benchmarks.published.tables import Run, flops, pipelined, read
 
 SMALL = Sizes(256, 8, 8, 512, 128, tied=False)
 
@@ -75,3 +76,12 @@ def test_tables_have_the_configuration(tmp_path: Path) -> None:
     table.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="no known table"):
         read(table)
+
+
+@pytest.mark.slow
+def test_own_plans_are_compared_with_the_recipe() -> None:
+    strategy = pipelined(SMALL, 4, 2, 1, 2, "everything")
+    run = Run("small", "dgx-a100", 8, SMALL, 8, strategy, 1.0, 1.0, "TFLOP/s")
+    row = choose(run, 10.0)
+    assert row["own_s"] <= row["recipe_s"]
+    assert row["ratio"] == row["own_s"] / row["recipe_s"]
