@@ -42,7 +42,7 @@ _TIED = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start, where, and how often again.
+    """Command, ranks and nodes to start, and how often to start again.
 
     Attributes:
         command: script, or "-m" and a module, and its arguments.
