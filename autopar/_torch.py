@@ -395,6 +395,17 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     return default_pg_timeout if options is None else options._timeout
 
 
+def skip_rendezvous_stacks() -> None:
+    """Keeps torch's rendezvous from reading its own stack at every step, for events' names.
+
+    Where many modules are loaded a step takes so long that others change the shared state
+    meanwhile, and nodes on a busy machine never join.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
+
+
 def nodes_present(meeting: "DynamicRendezvousHandler") -> int:
     """Number of nodes in a running round of an elastic run; 0 if this one has been left out."""
     present = meeting._state_holder.state.participants

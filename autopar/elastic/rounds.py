@@ -21,10 +21,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from autopar._torch import PrefixStore, TCPStore, nodes_present
+from autopar._torch import PrefixStore, TCPStore, nodes_present, skip_rendezvous_stacks
 
 HEARTBEAT_S = 1
-LAST_CALL_S = 3  # seconds that a round waits for further nodes once there are enough
+LAST_CALL_S = 3  # least seconds that a round waits for further nodes once there are enough
 STORE_TIMEOUT_S = 15
 
 NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -64,10 +64,11 @@ class Rounds(RendezvousHandler):
             is_host=self.is_host,
             read_timeout=STORE_TIMEOUT_S,
             join_timeout=join_s,
-            last_call_timeout=LAST_CALL_S,
+            last_call_timeout=max(LAST_CALL_S, silence_s // 2),
             keep_alive_interval=HEARTBEAT_S,
             keep_alive_max_attempt=silence_s // HEARTBEAT_S,
         )
+        skip_rendezvous_stacks()
         backend, store = create_backend(params)
         self._meeting = create_handler(store, backend, params)
         self.address, self._size = address, 0

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from autopar.elastic.agent import LEFT, Agent, Failure, say
+from autopar.elastic.agent import KILL_S, LEFT, Agent, Failure, say
 from autopar.elastic.logs import RankLogs
 from autopar.elastic.rounds import Rounds, address_towards
 from autopar.runtime.lost_peers import LAUNCHED
@@ -42,7 +42,7 @@ _TIED = (
 
 @dataclass(frozen=True)
 class Launch:
-    """A script to start, its nodes and ranks, and how often to start it again.
+    """Command, ranks and nodes to start, and how often to start again.
 
     Attributes:
         command: script, or "-m" and a module, and its arguments.
@@ -79,7 +79,7 @@ def run(launch: Launch) -> int:
         leave; `RETRY` if there were too few nodes; the status of the first rank that failed.
     """
     os.environ.update(launch.environment)
-    os.environ[LAUNCHED] = "1"  # ranks that outlive another wait for this process
+    os.environ[LAUNCHED] = str(launch.silence_s + KILL_S)  # to learn which node is gone
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # the agent's own account of failures
     logs = RankLogs(launch.log_dir)

@@ -16,9 +16,8 @@ import torch
 from autopar.errors import CommunicationError
 
 LAUNCHED = "AUTOPAR_LAUNCHED"
-"""Environment variable of ranks that `autopar run` has started."""
+"""Environment variable of ranks that `autopar run` has started: seconds to wait for it."""
 
-WAIT_S = 10.0  # the launcher needs 5 at most, for a node that is gone
 SIGNS = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL", "peer")
 
 _reported_before = sys.excepthook
@@ -42,5 +41,5 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if not (isinstance(error, CommunicationError) or is_lost_peer(error)):
         _reported_before(kind, error, trace)
         return
-    time.sleep(WAIT_S)
+    time.sleep(float(os.environ[LAUNCHED]))
     print(f"autopar: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)

@@ -10,9 +10,11 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import Network
 from benchmarks.faults import runs
 from benchmarks.faults.injection import FAULTS, PHASES, schedule
 from benchmarks.faults.runs import Node, Run
@@ -24,6 +26,7 @@ PAIRS = (["rendezvous", "step"], ["planning", "save"], ["load"])
 """Phases of the faults of each launch: after a first one at its start come steps and saves."""
 
 STEPS = 16  # of a launch
+CUT_S = 8.0  # seconds without a link
 
 
 def main() -> int:
@@ -35,6 +38,7 @@ def main() -> int:
     )
     add("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     add("--pause", type=float, default=30.0, help="seconds of SIGSTOP")
+    add("--silence", type=int, default=5, help="seconds until a silent node counts as gone")
     add("--limit", type=float, default=300.0, help="seconds after which a launch has hung")
     add("--json", type=Path, help="file of the results; trials that it has are kept")
     options = parser.parse_args()
@@ -68,24 +72,33 @@ def trials(
     fault: str, strategy: str, trial: int, options: argparse.Namespace, losses: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     """Run one run with a fault in every phase; yield what each did."""
-    pause = options.pause if fault == "sigstop" else 2.0
-    with tempfile.TemporaryDirectory(prefix="faults-") as name, Nursery(Path(name, "nursery")):
-        with Run(Path(name, "run"), strategy, pause, options.limit + 2 * pause) as run:
-            problem, injections = "", []
-            for number, phases in enumerate(PAIRS):
-                first = STEPS * number
-                injections += schedule(fault, list(phases), first + 5, 2, len(injections), trial)
-                run.schedule(injections)
-                problem = problem or run.until_done(Node(2), first + STEPS)
-            events = run.events()
-            logs = Path(run.folder, "launcher-0").read_text() if problem else ""
-        launches = run.starts - sum(
-            e["event"] == "fault" and e["fault"] == "sigterm" for e in events
+    pause = {"sigstop": options.pause, "link-down": CUT_S}.get(fault, 2.0)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
+        run = Run(folder / "run", strategy, pause, options.limit + 2 * pause)
+        run.silence_s = options.silence
+        nodes = [Node(2)]
+        if fault == "link-down":
+            network = stack.enter_context(Network(2))
+            nodes = [Node(1, network.namespace(number)) for number in range(2)]
+            run.nodes, run.endpoint = (2, 2), f"{network.address(0)}:29400"
+        stack.enter_context(Nursery(folder / "nursery"))
+        stack.enter_context(run)
+        problem, injections = "", []
+        for number, phases in enumerate(PAIRS):
+            first = STEPS * number
+            injections += schedule(fault, list(phases), first + 5, 2, len(injections), trial)
+            run.schedule(injections)
+            problem = problem or run.until_done(nodes, first + STEPS)
+        events = run.events()
+        logs = Path(run.folder, "launcher-0").read_text() if problem else ""
+        launches = run.launches - sum(
+            each["event"] == "fault" and each["fault"] == "sigterm" for each in events
         )
         shared = {
             "strategy": strategy,
             "problem": problem,
-            "log": logs[-3000:],
+            **({"log": logs[-3000:]} if problem else {}),
             "wrong": len(runs.wrong_losses(events, losses)),
             "burnt": runs.burnt(events, launches),
         }

@@ -25,7 +25,7 @@ from benchmarks.faults.train import EVERY, plain_losses
 from benchmarks.faults.warm import Nursery
 from benchmarks.report import about, empty_table, save, wide_console
 
-MOST, GOOD = 4, 3  # nodes; steps that must follow a change
+GOOD = 3  # steps that must follow a change
 ENDLESS = 5000  # steps
 
 
@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.elastic")
     add = parser.add_argument
     add("--rounds", type=int, default=10)
+    add("--nodes", type=int, default=4)
     add("--strategy", default="zero3", help="or auto, which plans anew")
     add("--limit", type=float, default=120.0, help="seconds after which a change has hung")
     add("--silence", type=int, default=5, help="seconds until a silent node counts as gone")
@@ -42,14 +43,20 @@ def main() -> int:
     changes, events = [], []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic-")))
-        network = stack.enter_context(Network(MOST)) if options.namespaces else None
+        network = stack.enter_context(Network(options.nodes)) if options.namespaces else None
         stack.enter_context(Nursery(folder / "nursery"))
         address = network.address(0) if network else "127.0.0.1"
         endpoint = f"{address}:{29400 if network else free_port()}"
         run = Run(
-            folder / "run", options.strategy, 0, options.limit, (1, MOST), endpoint, options.silence
+            folder / "run",
+            options.strategy,
+            0,
+            options.limit,
+            (1, options.nodes),
+            endpoint,
+            options.silence,
         )
-        nodes = [Node(1, network.namespace(n) if network else "") for n in range(MOST)]
+        nodes = [Node(1, network.namespace(n) if network else "") for n in range(options.nodes)]
         stack.enter_context(run)
         for change in each_change(run, nodes, options):
             changes.append(change)
@@ -76,17 +83,18 @@ def each_change(
     """Take nodes away and bring them back; yield the seconds until training went on."""
     for number, node in enumerate(nodes):
         run.start(number, node, ENDLESS)
-    yield until_training(run, 0, MOST, "kill", options.limit)
+    most = len(nodes)
+    yield until_training(run, 0, most, "kill", options.limit)
     for turn in range(options.rounds):
         for gone in (1, 2):
-            leaving = [1 + (turn + number) % (MOST - 1) for number in range(gone)]
+            leaving = [1 + (turn + number) % (most - 1) for number in range(gone)]
             how = "link" if options.namespaces and turn % 2 else "kill"
             for number in leaving:
                 take_away(run, number, nodes[number], how)
-            yield until_training(run, MOST, MOST - gone, how, options.limit)
+            yield until_training(run, most, most - gone, how, options.limit)
             for number in leaving:
                 bring_back(run, number, nodes[number], how)
-            yield until_training(run, MOST - gone, MOST, how, options.limit)
+            yield until_training(run, most - gone, most, how, options.limit)
 
 
 def take_away(run: Run, number: int, node: Node, how: str) -> None:

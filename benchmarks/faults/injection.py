@@ -45,9 +45,13 @@ class Injector:
         self._folder, self.rank = folder, rank
         self._attempt = os.environ["MASTER_PORT"]  # each attempt has a store of its own
         self._ranks = int(os.environ["WORLD_SIZE"])
-        schedule = [Injection(**each) for each in json.loads((folder / "schedule").read_text())]
-        done = [each for each in schedule if (folder / f"struck-{each.id}").exists()]
-        self._next = schedule[len(done)] if len(done) < len(schedule) else None
+        text = (folder / "schedule").read_text()
+        self._schedule = [Injection(**each) for each in json.loads(text)]
+
+    def _due(self) -> Injection | None:
+        """Return the first fault that has not struck."""
+        left = (e for e in self._schedule if not (self._folder / f"struck-{e.id}").exists())
+        return next(left, None)
 
     def note(self, event: str, **values: Any) -> None:
         """Append an event to the log."""
@@ -59,7 +63,7 @@ class Injector:
     @contextlib.contextmanager
     def during(self, phase: str, step: int = 0) -> Iterator[None]:
         """Let the next fault strike inside, if it is one of this phase and rank."""
-        due = self._next
+        due = self._due()
         if due is None or (due.phase, due.rank) != (phase, self.rank) or step < due.step:
             yield
             return
@@ -78,7 +82,6 @@ class Injector:
         finally:
             timer.cancel()
             strike()  # the phase was shorter
-            self._next = None
 
     def _strike(self, due: Injection) -> None:
         (self._folder / f"struck-{due.id}").touch()

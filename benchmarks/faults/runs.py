@@ -52,7 +52,7 @@ class Run:
     nodes: tuple[int, int] = (1, 1)
     endpoint: str = ""
     silence_s: int = 5
-    starts: int = 0
+    launches: int = 0
     launchers: dict[int, int] = field(default_factory=dict)
 
     def __enter__(self) -> Run:
@@ -74,7 +74,6 @@ class Run:
 
     def start(self, number: int, node: Node, total: int) -> None:
         """Start a launcher, which trains until step `total`."""
-        self.starts += 1
         pid = os.fork()
         if pid:
             self.launchers[number] = pid
@@ -123,15 +122,17 @@ class Run:
             time.sleep(0.05)
         return None
 
-    def until_done(self, node: Node, total: int) -> str:
-        """Run one launcher until its ranks are done; return what went wrong, or nothing."""
+    def until_done(self, nodes: Sequence[Node], total: int) -> str:
+        """Run launchers until their ranks are done; return what went wrong, or nothing."""
         while True:
-            self.start(0, node, total)
-            status = self.wait(0)
-            if status is None:
+            self.launches += 1
+            for number, node in enumerate(nodes):
+                self.start(number, node, total)
+            statuses = {self.wait(number) for number in range(len(nodes))}
+            if None in statuses:
                 return "hung"
-            if status != LEFT and status != -signal.SIGTERM:
-                return "" if status == 0 else f"exit status {status}"
+            if not statuses & {LEFT, -signal.SIGTERM}:
+                return "" if statuses == {0} else f"exit statuses {statuses}"
 
     def events(self) -> list[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError):
