@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
+from autopar.plan.layout import Layout
 from autopar.runtime.initialization import deferred, initialize
 from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters
@@ -28,7 +29,8 @@ def run() -> dict[str, dict[str, Any]]:
     plan = autopar.plan(model, RANKS, example_inputs=tokens("meta"), strategy="zero3")
     awaited = DeferredValues.of(model, device, None)
     assert awaited is not None
-    mesh = make_mesh(device, plan.storage, plan.shard_order)
+    layout = Layout(plan)
+    mesh = make_mesh(device, layout.storage, layout.shard_order)
     distribute_plan_parameters(model, plan, mesh)
     alone = patch.object(deferred, "broadcast_object", lambda source, decide: decide())
     unread = patch.object(initialize, "_lacks_values", lambda *_, **__: False)  # fakes have none
