@@ -66,6 +66,7 @@ VISION += of_kind(
                     "depths": [1, 1],
                     "num_attention_heads": [2, 4],
                     "window_size": 4,
+                    "head_dim": None,
                 },
             ),
             "convnext": ("ConvNext", {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}),
