@@ -174,7 +174,7 @@ class _Runners:
 
     def timed_step(self, index: int) -> float:
         """Duration of a step in seconds; the vote on the step before was the common start."""
-        device = self.made[index].module._device
+        device = self.made[index].module._context.device
         _synchronize(device)
         start = time.perf_counter()
         on_cpu_s = self._on_all_ranks(index, lambda: self._seconds(index, start))

@@ -285,7 +285,7 @@ class DistributedModule(StatefulModule):
             norm = nn.utils.get_total_norm(gradients, order, foreach=foreach)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         else:
-            norm = torch.tensor(0.0 if order >= 0 else math.inf, device=self._device)
+            norm = torch.tensor(0.0 if order >= 0 else math.inf, device=self._context.device)
         if has_stages:
             norm = self._norm_over_stages(norm, order)
         if error_if_nonfinite and not norm.isfinite():

@@ -133,10 +133,6 @@ class PlannedModule(nn.Module):
         return self.plan is not None or bool(self._fallback)
 
     @property
-    def _device(self) -> torch.device:
-        return self._context.device
-
-    @property
     def _options(self) -> Options:
         return self._context.options
 
@@ -144,12 +140,12 @@ class PlannedModule(nn.Module):
         self, *, replicated_dtensors: bool, init_fn: InitFunction | None = None
     ) -> None:
         """Broadcasts values from rank 0; those on another device, or none yet, are deferred."""
-        self._deferred = DeferredValues.of(self._wrapped[0], self._device, init_fn)
+        self._deferred = DeferredValues.of(self._wrapped[0], self._context.device, init_fn)
         if self._options.ranks == 1:
             return
         broadcast_from_rank0(self)
         if replicated_dtensors:
-            mesh = make_mesh(self._device, ((DATA_AXIS, self._options.ranks),))
+            mesh = make_mesh(self._context.device, ((DATA_AXIS, self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
             self._context.reindex_model()
@@ -223,19 +219,19 @@ class PlannedModule(nn.Module):
             self._options, model_parallel_size=plan.model_parallel_size, pp_size=plan.pp_size
         )
         if options != self._options:
-            context.options, context.rng = options, RandomStream(options, self._device)
+            context.options, context.rng = options, RandomStream(options, context.device)
         layout = Layout(plan)
-        self.mesh = mesh = make_mesh(self._device, layout.storage, ("pp", *layout.shard_order))
-        context.groups = make_groups(self._device, layout.axes, mesh)
+        self.mesh = mesh = make_mesh(context.device, layout.storage, ("pp", *layout.shard_order))
+        context.groups = make_groups(context.device, layout.axes, mesh)
         if plan.pp_size > 1:
-            context.world = group_of(self._device, (tuple(range(plan.world_size)),))
+            context.world = group_of(context.device, (tuple(range(plan.world_size)),))
         run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
         context.reindex_model()
         context.planning_captures.clear()
         self.plan = context.plan = plan
         context.mesh = mesh
         context.compression_state = CompressionState.of_plan(
-            plan, context.parameters, rank(), self._device
+            plan, context.parameters, rank(), context.device
         )
         if self._pending_compression_state is not None:
             self._load_compression_state(self._pending_compression_state)
@@ -261,7 +257,7 @@ class PlannedModule(nn.Module):
                 return self._method(name, value)
             # models of transformers return the device of their first parameter
             is_meta = isinstance(value, torch.device) and value.type == "meta"
-            return self._device if is_meta else value
+            return self._context.device if is_meta else value
 
     def _method(self, name: str, method: MethodType) -> Any:
         """A method of the user's module, as the compiled one offers it."""

@@ -105,6 +105,7 @@ def fit_on_ranks(rank: int, ranks: int, folder: str, **options: Any) -> dict[str
     return fit(folder, ranks, Classifier(), **options)
 
 
+@pytest.mark.slow
 def test_steps_log_read_and_save_as_on_one_process(tmp_path: Path) -> None:
     plain = fit(str(tmp_path / "plain"), 1, Classifier())
     for found in worlds.run(fit_on_ranks, 2, folder=str(tmp_path / "zero3"), strategy=fixed(3)):
@@ -166,7 +167,7 @@ def refuse(rank: int, ranks: int, folder: str) -> list[str]:
     with pytest.raises(autopar.StrategyError) as raised:
         trainer.fit(Wrapped(), data(ranks))
     told.append(str(raised.value))
-    fabric = Fabric("cpu", AutoparFabricStrategy(fixed(0)), ranks)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=AutoparFabricStrategy(fixed(0)))
     fabric.launch()
     module = Classifier()
     module.configure_model()

@@ -26,6 +26,7 @@ CASES = {
 """Plans of each loop; benchmarks.integrations has them all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", CASES)
 def test_loops_train_and_resume_as_on_one_process(part: str, tmp_path: Path) -> None:
     plans = {name: PLANS[name] for name in CASES[part]}

@@ -150,7 +150,7 @@ class StatefulModule(PlannedModule):
         assert self.plan is not None
         assert self.plan.pipeline is not None
         pipeline = self.plan.pipeline
-        return fetch_remote_parameters(self._wrapped[0], pipeline, group, self._device)
+        return fetch_remote_parameters(self._wrapped[0], pipeline, group, self._context.device)
 
     def _check_can_gather(self) -> None:
         if any(isinstance(module, FSDPModule) for module in self._fallback):
@@ -180,7 +180,9 @@ class StatefulModule(PlannedModule):
                 between ranks without being sharded.
         """
         self._agree("gathers the state of an optimizer of")
-        return full_optimizer_state(self._wrapped[0], optimizer, self._pipeline_group, self._device)
+        return full_optimizer_state(
+            self._wrapped[0], optimizer, self._pipeline_group, self._context.device
+        )
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -230,7 +232,7 @@ class StatefulModule(PlannedModule):
         assert self.mesh is not None
         assert self.plan.pipeline is not None
         model, group = self._wrapped[0], self.mesh.get_group("pp")
-        remote = fetch_remote_parameters(model, self.plan.pipeline, group, self._device)
+        remote = fetch_remote_parameters(model, self.plan.pipeline, group, self._context.device)
         for name, parameter in model.named_parameters(prefix[:-1], remove_duplicate=False):
             if parameter in remote:
                 found[name] = remote[parameter]
