@@ -27,6 +27,7 @@ parser.add_argument("--rows", type=int, default=256, help="rows of the global ba
 parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
 parser.add_argument("--steps", type=int, default=10_000)
 parser.add_argument("--tokens", help="file of tokens")
+parser.add_argument("--strategy", default="auto", help="or zero3, fastest, ...")
 parser.add_argument("--out", default="runs/7b", help="folder of checkpoints, shared by all nodes")
 
 
@@ -68,7 +69,13 @@ def main() -> None:
     model, _ = make(args)
     batches = Batches(args, model.token.num_embeddings)
     example = tuple(part.to(device) for part in batches[0])
-    model = autopar.compile(model, example_inputs=example, precision="bf16", device=device)
+    model = autopar.compile(
+        model,
+        example_inputs=example,
+        strategy=args.strategy,
+        precision="bf16",
+        device=device,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = max(1, args.steps // 50)
     parts = [
