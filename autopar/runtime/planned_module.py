@@ -41,7 +41,7 @@ from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh, rank
-from autopar.runtime.rng import RandomStream
+from autopar.runtime.rng import RandomStream, keep_random_state
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.user_class import specialized
 
@@ -203,13 +203,16 @@ class PlannedModule(nn.Module):
 
         try:
             call = pytree.tree_unflatten(leaves, structure)
-            self.apply_plan(self._make_plan(self, capture, call))
+            with keep_random_state(self._context.device):
+                plan = self._make_plan(self, capture, call)
+            self.apply_plan(plan)
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             self.materialize_parameters()
             # ranks with equal rows have equal weights, so means stay the same
             self._context.options = replace(self._options, model_parallel_size=1, pp_size=1)
-            self._fallback = (self._make_fallback(self._wrapped[0], error),)
+            with keep_random_state(self._context.device):
+                self._fallback = (self._make_fallback(self._wrapped[0], error),)
             self._context.reindex_model()
 
     def apply_plan(self, plan: Plan) -> None:
@@ -225,7 +228,8 @@ class PlannedModule(nn.Module):
         context.groups = make_groups(context.device, layout.axes, mesh)
         if plan.pp_size > 1:
             context.world = group_of(context.device, (tuple(range(plan.world_size)),))
-        run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
+        with keep_random_state(context.device):  # sharding by DTensor draws from it
+            run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
         context.reindex_model()
         context.planning_captures.clear()
         self.plan = context.plan = plan

@@ -12,6 +12,11 @@ from autopar.runtime.options import Options
 from autopar.runtime.process_groups import rank
 
 
+def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leaves torch's default generators as they are, so that users draw as on one device."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
 class RandomStream:
     """Random numbers for this rank's rows, independent of other ranks' and reproducible.
 

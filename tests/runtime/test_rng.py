@@ -1,15 +1,17 @@
-"""Streams of random numbers on a GPU: its generator alone, seeded by its own seed."""
+"""Streams of random numbers: a GPU's own generator; the user's draws stay those of one device."""
 
 import contextlib
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import autopar
 from autopar.runtime import rng
 from autopar.runtime.options import Options
 from autopar.runtime.rng import RandomStream
+from tests.harness.worlds import run
 
 GPU = torch.device("cuda", 1)
 
@@ -55,3 +57,28 @@ def test_a_gpu_draws_from_its_generator_and_seed(monkeypatch: pytest.MonkeyPatch
     generators.default[0].manual_seed(5)  # of another GPU
     assert drawn(generators, 1).equal(first)
     assert not drawn(generators, 2).equal(first)
+
+
+def draws_around_planning(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+    x, before = torch.randn(4, 4), torch.get_rng_state()
+    if options.pop("ahead"):
+        options["example_inputs"] = (x,)
+    model = autopar.compile(layers, **options)
+    model(x).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ahead": False, "strategy": "zero3"},
+        {"ahead": True, "strategy": "zero3"},
+        {"ahead": True, "trials": 0},  # measures and searches
+    ],
+    ids=["zero3, late", "zero3", "auto"],
+)
+def test_planning_leaves_the_default_generator(options: dict[str, Any]) -> None:
+    """A loop that draws its batches from it draws those of one device."""
+    run(draws_around_planning, 2, options=options)
