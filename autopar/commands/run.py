@@ -24,8 +24,8 @@ def add_to(commands: Any) -> None:
         "Each process is one rank, as under torchrun. On several machines give each the same "
         "command. Exit status: 0 done; 143 or 130 told to stop, start again to go on; 75 too few "
         "machines; 2 a wrong command; otherwise that of the first rank that failed.",
-        usage="autopar run SCRIPT [--nproc N] [--nnodes MIN:MAX --endpoint HOST:PORT] "
-        "[--max-restarts N] [--log-dir DIR] [-- ARGUMENTS OF THE SCRIPT]",
+        usage="autopar run SCRIPT [--nproc N] [--nnodes MIN:MAX --endpoint HOST:PORT]\n"
+        "                   [--max-restarts N] [--log-dir DIR] [-- ARGUMENTS]",
     )
     add_script(parser)
     add = parser.add_argument

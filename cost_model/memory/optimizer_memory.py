@@ -35,9 +35,9 @@ class OptimizerMemory:
         before: bytes of temporaries for each byte of the previous parameter, freed late.
         every: bytes of temporaries for each byte of all parameters, where a step updates all at
             once (foreach).
+        provenance: origin of the figures.
         stored: size of a parameter's states on storage, over the parameter's own size.
         block_bytes: bytes of parameters that are stepped at once; None for all.
-        provenance: origin of the figures.
     """
 
     state: tuple[float, ...] = (1.0, 1.0)
@@ -45,9 +45,9 @@ class OptimizerMemory:
     each: float = 2.0
     before: float = 1.0
     every: float = 0.0
+    provenance: str = "modelled by AdamW on a CPU (torch.optim, one parameter at a time)"
     stored: float = 0.0
     block_bytes: int | None = None
-    provenance: str = "modelled by AdamW on a CPU (torch.optim, one parameter at a time)"
 
     @classmethod
     def measure(

@@ -36,8 +36,13 @@ def test_equal_stages_cost_the_same_as_when_evaluated_one_by_one(
     deduplicated = plan_of(SMALL, 2, 4, "none")
     monkeypatch.setattr(pipelines, "equal_stages", lambda graphs, plan: tuple(range(len(graphs))))
     one_by_one = plan_of(SMALL, 2, 4, "none")
-    assert deduplicated.prediction == one_by_one.prediction
-    assert deduplicated == one_by_one
+    assert without_programs(deduplicated) == without_programs(one_by_one)
+
+
+def without_programs(plan: Plan) -> Plan:
+    """The plan without the operators of its stages, which are kept once for equal stages."""
+    report_data = replace(plan.prediction.report_data, programs=())
+    return replace(plan, prediction=replace(plan.prediction, report_data=report_data))
 
 
 def test_fsdp_runs_gather_in_bfloat16_and_reduce_in_float32(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli import main
 from autopar.commands import verify as verify_command
-from autopar.runtime.context import ExecutionContext
-from autopar.runtime.spmd.executor import SpmdExecutor
+from autopar.runtime.spmd.executor import SpmdCall, SpmdExecutor
 from autopar.verification.deviation import Comparison, Deviation
 from autopar.verification.draws import ConstantDraws
 from tests.harness.models import MODELS
@@ -89,11 +88,12 @@ def test_one_rank_equals_the_model() -> None:
 # -- what is wrong is found, and named -----------------------------------------------------------
 
 
-def spoiled_gradient(name: str) -> Callable[..., Tensor]:
-    wrap = ExecutionContext.as_grad_of
+def spoiled_gradient(name: str) -> Callable[..., Any]:
+    gradients = SpmdCall._gradients
 
-    def spoiled(setting: ExecutionContext, parameter: str, gradient: Tensor) -> Tensor:
-        return wrap(setting, parameter, gradient * 1.001 if parameter == name else gradient)
+    def spoiled(call: SpmdCall, *given: Any) -> list[Tensor | None]:
+        found = zip(call.differentiable, gradients(call, *given), strict=True)
+        return [g * 1.001 if str(key) == name and g is not None else g for key, g in found]
 
     return spoiled
 
@@ -103,7 +103,7 @@ def forgotten_updates(executor: SpmdExecutor, call: Any) -> None:
 
 
 WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "gradient": (ExecutionContext, "as_grad_of", spoiled_gradient("head.weight")),
+    "gradient": (SpmdCall, "_gradients", spoiled_gradient("head.weight")),
     "buffer": (SpmdExecutor, "_write_updates", forgotten_updates),
 }
 
@@ -249,7 +249,7 @@ def first_batch(rank: int, world_size: int, *, wrong: bool, late: bool) -> tuple
     with printed() as text:
         strategy = fixed(3)
         model = autopar.compile(case.make(), strategy=strategy, verify=True, **given)
-        spoiled = patch.object(ExecutionContext, "as_grad_of", spoiled_gradient("norm.weight"))
+        spoiled = patch.object(SpmdCall, "_gradients", spoiled_gradient("norm.weight"))
         with spoiled if wrong else contextlib.nullcontext():
             with torch.no_grad():
                 want = model(*args).item()
@@ -313,7 +313,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def in_this_process(script: str, nproc: int, rest: list[str], environment: dict[str, str]) -> int:
     """The work of `launch`, by one rank, whose gradients are wrong."""
-    wrong = patch.object(ExecutionContext, "as_grad_of", spoiled_gradient("layer.weight"))
+    wrong = patch.object(SpmdCall, "_gradients", spoiled_gradient("layer.weight"))
     with wrong, patch.dict("os.environ", environment):
         return main(rest[1:])
 
