@@ -202,7 +202,10 @@ class PlannedModule(nn.Module):
 
         try:
             call = pytree.tree_unflatten(leaves, structure)
-            self.apply_plan(self._make_plan(self, capture, call))
+            gpus = [self._context.device] if self._context.device.type == "cuda" else []
+            with torch.random.fork_rng(gpus):  # measurements draw inputs
+                plan = self._make_plan(self, capture, call)
+            self.apply_plan(plan)
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             self.materialize_parameters()
