@@ -279,3 +279,12 @@ def test_detached_copies_of_results_and_inputs() -> None:
     found[0].backward()
     want[0].backward()
     torch.testing.assert_close(model.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_planning_draws_no_numbers_of_the_loop() -> None:
+    model = autopar.compile(ReturnsDetached())
+    make_plan = model._make_plan
+    model._make_plan = lambda *args: make_plan(*args) if len(torch.rand(1)) else None
+    before = torch.get_rng_state()
+    model(torch.zeros(4, 4))
+    assert torch.equal(torch.get_rng_state(), before)
