@@ -32,7 +32,7 @@ SCRIPTS = {
 
 
 def run_script(rank, world_size, *, script, arguments):
-    """What a rank prints."""
+    """Output of a rank."""
     written = io.StringIO()
     paths = [str(script.parent), *sys.path]
     with (
@@ -45,7 +45,7 @@ def run_script(rank, world_size, *, script, arguments):
 
 
 def printed(name, ranks, arguments):
-    """What rank 0 prints."""
+    """Output of rank 0."""
     env = {"TORCHELASTIC_RUN_ID": "example"}  # Lightning looks for it
     given = {"script": EXAMPLES / f"{name}.py", "arguments": arguments.split()}
     return run(run_script, ranks, init=ranks == 1, env=env, **given)[0]

@@ -85,7 +85,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             OffloadError: the storage is full or fails.
-        DisagreementError: at the first step, it failed on another rank.
+            DisagreementError: at the first step, it failed on another rank.
         """
         loss = None
         if closure is not None:

@@ -156,4 +156,4 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "corrupted": _corrupt,
     "link-down": _cut,
 }
-"""What strikes; SIGTERM goes to the launcher, and a corrupted checkpoint comes with kill -9."""
+"""Faults to inject. SIGTERM goes to the launcher, and a corrupted checkpoint comes with kill -9."""

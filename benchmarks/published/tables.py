@@ -132,7 +132,7 @@ MPT = {
 
 MPT_VOCABULARY = 50368
 MPT_SOFTWARE = {"cuda": "11.8", "attention": "flash-1"}
-"""That of the image and release that llm-foundry's scripts/train/benchmarking/sweep.sh names,
+"""Software of the image and release that llm-foundry's scripts/train/benchmarking/sweep.sh names,
 mosaicml/pytorch:2.0.1_cu118 and v0.0.4: FlashAttention 1 and its version in Triton."""
 
 

@@ -30,7 +30,7 @@ def published(*names):
 
 
 def reserved(name):
-    """What torch reserved by the predicted peak of tensors."""
+    """Bytes that torch reserved over the predicted peak of tensors."""
     tables = json.loads((PUBLISHED / f"published-{name}.json").read_text())["tables"]
     return [row["reserved_gib"] / row["peak_gib"] for rows in tables.values() for row in rows]
 
