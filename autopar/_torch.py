@@ -86,9 +86,20 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def pretend_compiling() -> contextlib.AbstractContextManager[None]:
-    """Sets `torch.compiler.is_compiling()`, so that models do not read tensor values."""
-    return patched(torch.compiler, "_is_compiling_flag", True)
+@contextlib.contextmanager
+def answer_is_compiling(answer: Callable[[], bool]) -> Iterator[None]:
+    """Answers `torch.compiler.is_compiling()`, also where a module imported it by name."""
+    function = torch.compiler.is_compiling
+    with (
+        patched(function, "__code__", (lambda: _is_compiling_flag()).__code__),  # type: ignore[name-defined] # noqa: F821
+        patched(torch.compiler, "_is_compiling_flag", answer),
+    ):
+        yield
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a trace and has no values."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def check_tensors_in_graph() -> contextlib.AbstractContextManager[None]:
@@ -357,6 +368,11 @@ def new_size_symbol(env: ShapeEnv, size: int, name: str) -> torch.SymInt:
 def substituted(expression: Any, sizes: Mapping[Any, int]) -> Any:
     """A symbolic expression with numbers for its symbols."""
     return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+
+
+def hint_of(size: int | torch.SymInt) -> int:
+    """A size, or the size that a symbol was made from; no condition is set on it."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def is_true(condition: Any) -> bool:

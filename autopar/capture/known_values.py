@@ -6,7 +6,8 @@ Together with a traced tensor a known one is a constant of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,11 +49,13 @@ class KnownValues:
         if not given:
             return self._made(func, args, kwargs) if func in _FACTORIES else None
         if all(tensor in self for tensor in given):
-            with without_modes():
+            with without_modes(), is_random() as random:
                 result = func(*args, **kwargs)
+            if random():
+                return None
             self._add(result)
             return (result,)
-        if args[0] in self and _writes(func):
+        if args[0] in self and writes(func):
             raise CaptureError(
                 "forward writes computed values into a tensor made of static arguments or "
                 "numbers. Write into a clone of it, made by a function of a computed tensor."
@@ -75,7 +78,16 @@ class KnownValues:
         self._tensors |= {id(tensor): tensor for tensor in made}
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+@contextlib.contextmanager
+def is_random() -> Iterator[Callable[[], bool]]:
+    """Tells whether code inside draws random numbers; torch's random state stays as it was."""
+    before, drawn = torch.get_rng_state(), False
+    yield lambda: drawn
+    if drawn := not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+
+
+def writes(func: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument."""
     name = getattr(func, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))

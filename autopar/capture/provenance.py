@@ -16,6 +16,7 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.channels_last import channels_last_dims, in_channels_last
+from autopar.capture.constant_values import ConstantValues
 from autopar.capture.known_values import KnownValues
 from autopar.capture.traceable import traceable
 from autopar.ir.graph import ParameterInfo
@@ -28,12 +29,12 @@ STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 class Annotate(TorchFunctionMode):
     """Annotates every traced operator with the user's line and the module's name.
 
-    Functions of known tensors alone run instead.
+    Functions of known tensors alone run instead, and constants are read.
     """
 
-    def __init__(self, model: nn.Module, known: KnownValues) -> None:
+    def __init__(self, model: nn.Module, known: KnownValues, constants: ConstantValues) -> None:
         super().__init__()
-        self.known = known
+        self.known, self.constants = known, constants
         self.names = {id(module): name for name, module in model.named_modules()}
         self.channels_last = channels_last_dims(model)
         self.module = ""
@@ -65,12 +66,17 @@ class Annotate(TorchFunctionMode):
         self.module = self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (found := self.known.run(func, args, kwargs or {})) is not None:
+        kwargs = kwargs or {}
+        if (found := self.known.run(func, args, kwargs)) is not None:
+            return found[0]
+        if (found := self.constants.read(func, args, kwargs)) is not None:
             return found[0]
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
         form = traceable(func) if args else func  # a form's first parameter has another name
-        return form(*args, **(kwargs or {}))
+        result = form(*args, **kwargs)
+        self.constants.follow(func, args, kwargs, result)
+        return result
 
 
 def is_library(file: str) -> bool:

@@ -20,6 +20,8 @@ from torch import fx
 
 from autopar._torch import FakeTensorMode
 from autopar.capture.call import Call
+from autopar.capture.compiler_branches import Site
+from autopar.capture.constant_values import Reading
 from autopar.capture.symbolic_sizes import (
     SYMBOLIC,
     Conditions,
@@ -37,7 +39,7 @@ MOST_ATTEMPTS = 3
 """Symbolic traces of one kind of call, which take several times as long as a capture."""
 
 CaptureCall = Callable[[Call], Capture]
-CaptureSymbolically = Callable[[Call, SymbolicSizes], Capture]
+CaptureSymbolically = Callable[[Call, SymbolicSizes, frozenset[Site]], Capture]
 
 
 @dataclass
@@ -86,7 +88,7 @@ class ShapeFamily:
         try:
             sizes = SymbolicSizes([*(each for each, _ in known), call])
             with warnings.catch_warnings(action="ignore"):  # of fx about symbols as arguments
-                symbolic = capture_symbolically(known[0][0], sizes)
+                symbolic = capture_symbolically(known[0][0], sizes, known[0][1].compiled)
             template = Template.of(known[0][1], symbolic, sizes)
             for each, made in known:
                 template.check(each, made)
@@ -139,12 +141,14 @@ class Template:
         base: capture of the first call.
         nodes: sizes of each of its nodes.
         expressions: symbolic expressions of the sizes.
+        readings: values that Python read from constants of symbolic sizes.
     """
 
     base: Capture
     nodes: tuple[NodeSizes, ...]
     expressions: tuple[Any, ...]
     conditions: Conditions
+    readings: tuple[Reading, ...]
 
     @staticmethod
     def of(base: Capture, symbolic: Capture, sizes: SymbolicSizes) -> Template:
@@ -176,7 +180,7 @@ class Template:
                 raise CapturesDiffer(f"arguments of {one} differ")
             types = _types(other.meta.get("val"), number)
             nodes.append(NodeSizes((args, kwargs) if has_sizes else None, types))
-        return Template(base, tuple(nodes), tuple(table), sizes.conditions())
+        return Template(base, tuple(nodes), tuple(table), sizes.conditions(), symbolic.readings)
 
     def check(self, call: Call, made: Capture) -> None:
         """Raises CapturesDiffer unless a traced capture is the one that the template gives."""
@@ -191,7 +195,7 @@ class Template:
     def at(self, call: Call) -> Capture | None:
         """The capture of a call of the same kind; None if it does not meet the conditions."""
         binding = self.conditions.binding(call)
-        if binding is None:
+        if binding is None or not all(reading.holds(binding) for reading in self.readings):
             return None
         sizes = evaluated(self.expressions, binding)
         graph = replace(self.base.graph, disposable=False).copy()

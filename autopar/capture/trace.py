@@ -22,6 +22,8 @@ from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
 from autopar.capture.call import Call
+from autopar.capture.compiler_branches import CompilerBranches, Site
+from autopar.capture.constant_values import Reading
 from autopar.capture.expand_blocks import expand
 from autopar.capture.joint import changed_parameters, to_training_graph
 from autopar.capture.provenance import first_line, user_frame
@@ -54,6 +56,8 @@ class Capture:
         classes, variables: class attributes and variables that it depends on.
         lifted: plain tensor attributes and frozen parameters that are buffers of the graph.
         rebound_buffers: buffers that every call rebinds to a new tensor.
+        compiled: sites where the model was told of a compiler.
+        readings: values of constants that Python read.
     """
 
     graph: TrainingGraph
@@ -68,6 +72,8 @@ class Capture:
     variables: Mapping[str, Variable] = field(default_factory=dict)
     lifted: tuple[Attribute, ...] = ()
     rebound_buffers: frozenset[str] = frozenset()
+    compiled: frozenset[Site] = frozenset()
+    readings: tuple[Reading, ...] = ()
 
     @functools.cached_property
     def rows_of_outputs(self) -> tuple[Shard | None, ...]:
@@ -111,7 +117,7 @@ def capture(
     arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate
     random_state = _random_state()
     with _torch.count_checkpoint_calls() as checkpoints:
-        make, traced, module = _trace_either_branch(arguments, StatePolicy(lifted))
+        make, traced, module = _trace_plain_branches(arguments, StatePolicy(lifted))
     if checkpoints:
         warn_once(
             AutoparWarning,
@@ -141,16 +147,18 @@ def capture_symbolically(
     all_tangents: bool = False,
     loss_fn: Callable[..., Any] | None = None,
     lifted: frozenset[Attribute] = frozenset(),
+    compiled: frozenset[Site] = frozenset(),
 ) -> Capture:
     """`capture` of a call that was captured before, with symbols for some sizes.
+
+    `compiled` are the sites of the first capture.
 
     Raises:
         CaptureError: the model changes Python values, or cannot be traced.
     """
     policy = StatePolicy(lifted)
-    traced = TracedCall(
-        model, call, parameters, device, all_tangents, loss_fn, differentiate, policy, sizes
-    )
+    arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate, policy, sizes
+    traced = TracedCall(*arguments, branches=CompilerBranches(compiled))
     with _explained(model):
         module = _trace_joint(traced)
     if policy.after_run(traced.effects, changed_parameters(module, traced.infos)) != policy:
@@ -174,24 +182,25 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         variables=traced.variables,
         lifted=tuple(sorted(traced.policy.lifted)),
         rebound_buffers=frozenset(traced.rebound),
+        compiled=traced.branches.compiled,
+        readings=tuple(traced.readings),
     )
 
 
-def _trace_either_branch(
+def _trace_plain_branches(
     arguments: tuple[Any, ...], policy: StatePolicy
 ) -> tuple[Callable[[StatePolicy], TracedCall], TracedCall, fx.GraphModule]:
-    """Traces a call as under a compiler, or, if that fails, as without one.
-
-    Models branch by `torch.compiler.is_compiling()`, and either branch may be the one that works.
-    """
+    """Traces the plain model, with a compiler's branches only where the plain ones fail."""
+    branches: CompilerBranches | None = CompilerBranches()
     errors: list[CaptureError] = []
-    for compiles in (True, False):
-        make = functools.partial(TracedCall, *arguments, compiles=compiles)
+    while branches is not None:
+        make = functools.partial(TracedCall, *arguments, branches=branches)
         try:
             with _explained(arguments[0]):
                 return make, *_trace_until_stable(make, policy)
         except CaptureError as error:
             errors.append(error)
+            branches = branches.following()
     raise errors[0]
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
+from autopar.capture.compiler_branches import CompilerBranches
+from autopar.capture.constant_values import ConstantValues, Reading
 from autopar.capture.known_values import KnownValues
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
@@ -36,8 +38,9 @@ class TracedCall(nn.Module):
         positions: indices of the tensors among the flattened arguments.
         known: static arguments, by index; forward reads their values.
         sizes: symbols for sizes of the arguments, None for plain numbers.
-        compiles: whether `torch.compiler.is_compiling()` is true in forward.
+        branches: answers to `torch.compiler.is_compiling()` in forward.
         keep: whether runs leave their Python changes in the model.
+        readings: values of constants that Python read in the last run.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
     """
@@ -54,7 +57,7 @@ class TracedCall(nn.Module):
         policy: StatePolicy,
         sizes: SymbolicSizes | None = None,
         *,
-        compiles: bool = True,
+        branches: CompilerBranches,
     ) -> None:
         super().__init__()
         self.model = (model,)  # a tuple hides its parameters from this module
@@ -62,7 +65,7 @@ class TracedCall(nn.Module):
         blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
         self.repeats = RepeatedBlocks(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
-        self.compiles = compiles
+        self.branches = branches
         lifted = {a: ".".join(filter(None, a)) for a in sorted(policy.lifted)}
         self.lifted = tuple(lifted.values())
         self.infos = {n: info for n, info in parameters.items() if n not in self.lifted}
@@ -90,6 +93,7 @@ class TracedCall(nn.Module):
         self.known = {i: spec.value() for i, spec in specs.items() if spec.values is not None}
         self.variables = find_variables(model, loss_fn)
         self.effects = Effects(model)
+        self.readings: list[Reading] = []
         self.rebound: tuple[str, ...] = ()
         self.leaves: tuple[Any, ...] = ()
         self.tensor_leaves: tuple[bool, ...] = ()
@@ -120,9 +124,10 @@ class TracedCall(nn.Module):
             model, self.variables, self.policy.counters, self.keep, tuple(known.values())
         )
         with contextlib.ExitStack() as stack:
-            annotate = stack.enter_context(Annotate(model, KnownValues(self.known.values())))
-            if self.compiles:
-                stack.enter_context(_torch.pretend_compiling())
+            self.readings = (constants := ConstantValues()).readings
+            known_values = KnownValues(self.known.values())
+            annotate = stack.enter_context(Annotate(model, known_values, constants))
+            stack.enter_context(self.branches.answering())
             stack.enter_context(_torch.check_tensors_in_graph())
             stack.enter_context(_torch.skip_causal_mask_detection())
             stack.enter_context(traceable_modules())

@@ -229,8 +229,8 @@ class ExecutionContext:
                 made = family.capture(
                     call,
                     lambda call: capture(self.model, call, parameters, **given),
-                    lambda call, sizes: capture_symbolically(
-                        self.model, call, parameters, sizes, **given
+                    lambda call, sizes, compiled: capture_symbolically(
+                        self.model, call, parameters, sizes, compiled=compiled, **given
                     ),
                 )
             self.guards.add(made.reads, made.classes, made.variables, made.lifted)

@@ -42,8 +42,8 @@ def captures_of(model: nn.Module, calls: list[Call]) -> tuple[ShapeFamily, list[
         traced.append(call)
         return capture(model, call, parameters, device=CPU)
 
-    def trace_symbolically(call: Call, sizes: Any) -> Capture:
-        return capture_symbolically(model, call, parameters, sizes, device=CPU)
+    def trace_symbolically(call: Call, sizes: Any, compiled: frozenset[Any]) -> Capture:
+        return capture_symbolically(model, call, parameters, sizes, device=CPU, compiled=compiled)
 
     made = [family.capture(call, trace, trace_symbolically) for call in calls]
     return family, made, len(traced)
