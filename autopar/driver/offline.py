@@ -35,6 +35,9 @@ from autopar.report.plan import Plan
 ESTIMATES_SHARE = 0.5
 """Fraction of the time limit for estimates of meshes."""
 
+PROOFS_SHARE = 0.75
+"""Fraction of the time limit after which no mesh is planned only for a tighter bound."""
+
 LOWERING_RATIO = 1.6
 """Seconds to capture and lower a model over the seconds to capture it."""
 
@@ -92,9 +95,13 @@ class OfflineDriver(Driver):
     def search_context(self, context: SearchContext) -> SearchContext:
         if self.deadline.limit_s is None:
             return context
-        estimating = self.deadline.part(ESTIMATES_SHARE)
-        floor_s = self._estimator.floor_s
-        return replace(context, estimating=estimating, floor_s=floor_s, timed=True)
+        return replace(
+            context,
+            estimating=self.deadline.part(ESTIMATES_SHARE),
+            proving=self.deadline.part(PROOFS_SHARE),
+            floor_s=self._estimator.floor_s,
+            timed=True,
+        )
 
     def plan_mesh(
         self,
