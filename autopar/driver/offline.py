@@ -15,6 +15,7 @@ from torch import nn
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.capture.call import last_part
 from autopar.common.deadline import Deadline, TimeIsOver
+from autopar.common.garbage import rare_collections
 from autopar.driver.driver import Driver
 from autopar.errors import BatchError, PlanError, StrategyError
 from autopar.ir.graph import TrainingGraph
@@ -222,7 +223,7 @@ def plan_offline(
         return other.plan(on_more_ranks(problem, factor))
 
     try:
-        with deadline.enforced():
+        with deadline.enforced(), rare_collections():
             return plan_or_advise(problem, driver.plan, replan, deadline=deadline)
     except TimeIsOver:
         if deadline.interrupted:
