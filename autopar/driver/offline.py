@@ -36,6 +36,9 @@ from autopar.report.plan import Plan
 ESTIMATES_SHARE = 0.5
 """Fraction of the time limit for estimates of meshes."""
 
+MEASURING_SHARE = 0.1
+"""Fraction of the time limit for the operators of a mesh on this machine."""
+
 PROOFS_SHARE = 0.75
 """Fraction of the time limit after which no mesh is planned only for a tighter bound."""
 
@@ -85,7 +88,8 @@ class OfflineDriver(Driver):
     def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
         if self._is_absent(problem):
             return self._absent_machine(problem)
-        return measure_problem(problem, graphs, live=False)
+        limit_s = self.deadline.part(MEASURING_SHARE).left_s
+        return measure_problem(problem, graphs, live=False, limit_s=limit_s)
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
         self._estimator = MeshEstimator(
