@@ -31,6 +31,9 @@ from autopar.formatting import human_bytes, printable
 from autopar.report.diff import diff_lines
 from autopar.report.plan import Plan
 
+NOTHING_FITS = 3
+"""Exit status if no plan fits under the memory cap; other errors have 2."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console = _tell(error)
         if error.changes:
             console.print(*_memory_tables(error), markup=False, sep="\n")
-        return 2
+        return NOTHING_FITS
     except (AutoparError, OSError) as error:
         _tell(error)
         return 2

@@ -1,11 +1,14 @@
 """Planning time: from a model to its plan for machines that are not here.
 
     PYTHONPATH=FOLDER python -m benchmarks.planning --models gpt2-1.5b-128 --before
+    python -m benchmarks.planning --models --commands --json FILE
 
 `seconds` runs from the model, built on the meta device in a process of its own, to the plan, and
 `cpu_seconds` is process time of the same span. `peak_bytes` is the process's peak, torch included.
 `first_seconds` ends at the first plan. `bound` is the proven lower bound of a step in seconds,
 `gap` the fraction of the step above it, `looked` the number of meshes that were planned.
+With `--clock cpu` limits count process time, so that runs on busy cores repeat. `--commands` runs
+`autopar plan` as a user does, and keeps exit status, seconds and the first lines of each output.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib
 import itertools
 import multiprocessing
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.common.deadline import Deadline
+from autopar.driver import offline
 from benchmarks import planning_models
 from benchmarks.before import NAME
 from benchmarks.report import about, save
@@ -52,7 +58,7 @@ PIPELINE = {
     "gather_bytes": 2**26,
     "reduce_bytes": 2**26,
 }
-FASTEST = {"search": ("pp", "tp", "cp", "ep", "dp_shard")}
+FASTEST = {"search": ("pp", "tp", "dp_shard")}  # Strategy.of("fastest")
 
 
 def question(
@@ -76,26 +82,67 @@ CASES: Mapping[str, Case] = {
     "llama-405b-1024": question(partial(planning_models.llama, "405b", 1024), "dgx-h100", 1024),
     "mixtral-8x7b-16": question(partial(planning_models.mixtral, 64), "dgx-a100", 16),
     "mixtral-8x7b-256": question(partial(planning_models.mixtral, 1024), "dgx-h100", 256),
-    "resnet50-8": question(partial(planning_models.resnet50, 2048), "dgx-h100", 8),
+    "resnet50-8": question(partial(planning_models.resnet, 50, 2048), "dgx-h100", 8),
     "vit-large-32": question(partial(planning_models.vit_large, 4096), "dgx-h100", 32),
     "t5-xxl-64": question(partial(planning_models.t5_xxl, 512), "dgx-h100", 64),
     "gpt-300m-2gib": question(partial(planning_models.gpt_300m, 64), "dgx-h100", 8, "2GiB"),
 }
 
 
-def complete_plan(name: str, package: str = "autopar") -> dict[str, Any]:
+COMMANDS: Mapping[str, str] = {
+    "70B on 64 H100": "--cluster dgx-h100 --nodes 8 -- llama-70b 256",
+    "Mixtral on 16 A100": "--cluster dgx-a100 --nodes 2 -- mixtral 64",
+    "ResNet-34 on 8 H100": "--cluster dgx-h100 --nodes 1 -- resnet34 2048",
+    "300M GPT under 2 GiB": "--cluster dgx-h100 --nodes 1 --memory 2GiB -- gpt-300m 64",
+    "7B on 8 4090": "--cluster 8x4090-pcie -- llama-7b 32",
+    "7B on 128 H100": "--cluster dgx-h100 --nodes 16 -- llama-7b 1024",
+    "no cluster": "--world-size 8 -- gpt-300m 64",
+}
+"""Arguments of `autopar plan`, by the question."""
+
+FIRST_LINES = 6
+
+
+def command_row(name: str) -> dict[str, Any]:
+    """Exit status, seconds and output of one command."""
+    told = f"autopar plan benchmarks.planning_models:asked --backend inductor {COMMANDS[name]}"
+    start = time.perf_counter()
+    code = "import sys; from autopar.cli import main; sys.exit(main())"
+    process = subprocess.run(
+        [sys.executable, "-c", code, *told.split()[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    taken = time.perf_counter() - start
+    errors = [line for line in process.stderr.splitlines() if line.isupper() or "rror" in line]
+    output = [line for line in process.stdout.splitlines() if line.strip()]
+    return {
+        "model": name,
+        "command": told,
+        "exit": process.returncode,
+        "seconds": taken,
+        "output": [*output[:FIRST_LINES], *errors[-2:]],
+    }
+
+
+def complete_plan(name: str, package: str = "autopar", clock: str = "wall") -> dict[str, Any]:
     """Make one plan with a package; for a process of its own."""
     torch.set_num_threads(2)
+    if clock == "cpu":
+        offline.Deadline = partial(Deadline, clock=time.process_time)  # type: ignore[misc,assignment]
+    now = time.process_time if clock == "cpu" else time.perf_counter
     case, planner = CASES[name], importlib.import_module(package)
     cluster = planner.Cluster.named(case.cluster)
     model, inputs = case.make()
     nodes = max(1, case.gpus // cluster.ranks_per_node)
     first_s, error = [0.0], ""
-    start, begun = time.perf_counter(), time.process_time()
+    start, begun = now(), time.process_time()
 
     def note_first(search: Any) -> None:
         if search.best_s and not first_s[0]:
-            first_s[0] = time.perf_counter() - start
+            first_s[0] = now() - start
 
     made = None
     try:
@@ -112,7 +159,7 @@ def complete_plan(name: str, package: str = "autopar") -> dict[str, Any]:
         )
     except planner.AutoparError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    taken, computed = time.perf_counter() - start, time.process_time() - begun
+    taken, computed = now() - start, time.process_time() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     label = name if package == "autopar" else f"{name} before"
     row = {
@@ -144,16 +191,21 @@ def answer(made: Any) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--models", nargs="*", choices=[*CASES], default=[*CASES])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--before", action="store_true", help="plan with autopar_before too")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the limits")
+    parser.add_argument("--commands", action="store_true", help="run the commands, too")
     parser.add_argument("--note", default="", help="conditions of the run, for the JSON file")
     options = parser.parse_args(arguments)
     rows = []
     packages = ("autopar", NAME) if options.before else ("autopar",)
-    for job in itertools.product(options.models, packages):
+    jobs = [(complete_plan, job) for job in
+            itertools.product(options.models, packages, [options.clock])]  # fmt: skip
+    jobs += [(command_row, (name,)) for name in COMMANDS if options.commands]
+    for run, job in jobs:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(complete_plan, job)
+            row = pool.apply(run, job)
         rows.append(row)
         print(f"{row['model']}: {line_of(row)}", flush=True)
         if options.json:
@@ -162,6 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
+    if "exit" in row:
+        lines = "\n    ".join(row["output"])
+        return f"{row['seconds']:.1f} s, exit status {row['exit']}\n    {lines}"
     spent = f"{row['seconds']:.1f} s, {row['cpu_seconds']:.1f} computed, first plan after "
     spent += f"{row['first_seconds']:.1f} s, {row['peak_bytes'] / 2**30:.2f} GiB"
     if row["error"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,10 +79,26 @@ def vit_large(rows: int) -> Made:
     return _images(lambda: ViTForImageClassification(config), rows)
 
 
-def resnet50(rows: int) -> Made:
+def resnet(depth: int, rows: int) -> Made:
+    """ResNet-34 or -50."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return _images(lambda: ResNetForImageClassification(ResNetConfig(num_labels=1000)), rows)
+    basic: dict[str, Any] = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512]}
+    config = ResNetConfig(num_labels=1000, **(basic if depth == 34 else {}))
+    return _images(lambda: ResNetForImageClassification(config), rows)
+
+
+def asked() -> Made:
+    """The model and rows that the script's arguments name, for `autopar plan`."""
+    name, rows = sys.argv[1:]
+    make: Mapping[str, Callable[[int], Made]] = {
+        "llama-7b": partial(llama, "7b"),
+        "llama-70b": partial(llama, "70b"),
+        "mixtral": mixtral,
+        "resnet34": partial(resnet, 34),
+        "gpt-300m": gpt_300m,
+    }
+    return make[name](int(rows))
 
 
 def _language(make: Callable[[], nn.Module], rows: int, tokens: int) -> Made:

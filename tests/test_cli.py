@@ -144,7 +144,7 @@ def test_nothing_fits(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", str(make), "--world-size", "2", "--strategy", "zero3", "--memory"]
     assert main([*plan, "100"]) == 2
     assert "memory='100'" in capsys.readouterr().err
-    assert main([*plan, "0.1KiB"]) == 2
+    assert main([*plan, "0.1KiB"]) == 3
     assert "nothing fits under 102 B per rank" in capsys.readouterr().err
 
 

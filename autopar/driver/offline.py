@@ -15,6 +15,7 @@ from torch import nn
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.capture.call import last_part
 from autopar.common.deadline import Deadline, TimeIsOver
+from autopar.common.garbage import rare_collections
 from autopar.driver.driver import Driver
 from autopar.errors import BatchError, PlanError, StrategyError
 from autopar.ir.graph import TrainingGraph
@@ -34,6 +35,12 @@ from autopar.report.plan import Plan
 
 ESTIMATES_SHARE = 0.5
 """Fraction of the time limit for estimates of meshes."""
+
+MEASURING_SHARE = 0.1
+"""Fraction of the time limit for the operators of a mesh on this machine."""
+
+PROOFS_SHARE = 0.75
+"""Fraction of the time limit after which no mesh is planned only for a tighter bound."""
 
 LOWERING_RATIO = 1.6
 """Seconds to capture and lower a model over the seconds to capture it."""
@@ -81,7 +88,8 @@ class OfflineDriver(Driver):
     def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
         if self._is_absent(problem):
             return self._absent_machine(problem)
-        return measure_problem(problem, graphs, live=False)
+        limit_s = self.deadline.part(MEASURING_SHARE).left_s
+        return measure_problem(problem, graphs, live=False, limit_s=limit_s)
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
         self._estimator = MeshEstimator(
@@ -92,9 +100,13 @@ class OfflineDriver(Driver):
     def search_context(self, context: SearchContext) -> SearchContext:
         if self.deadline.limit_s is None:
             return context
-        estimating = self.deadline.part(ESTIMATES_SHARE)
-        floor_s = self._estimator.floor_s
-        return replace(context, estimating=estimating, floor_s=floor_s, timed=True)
+        return replace(
+            context,
+            estimating=self.deadline.part(ESTIMATES_SHARE),
+            proving=self.deadline.part(PROOFS_SHARE),
+            floor_s=self._estimator.floor_s,
+            timed=True,
+        )
 
     def plan_mesh(
         self,
@@ -215,7 +227,7 @@ def plan_offline(
         return other.plan(on_more_ranks(problem, factor))
 
     try:
-        with deadline.enforced():
+        with deadline.enforced(), rare_collections():
             return plan_or_advise(problem, driver.plan, replan, deadline=deadline)
     except TimeIsOver:
         if deadline.interrupted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,10 +49,11 @@ def measure_machine(
     live: bool,
     backend: str = EAGER,
     dtype: torch.dtype = torch.float32,
+    limit_s: float = math.inf,
 ) -> Machine:
     """Measures a machine, the running one for `cluster=None`, or loads earlier measurements.
 
-    All live ranks call this at once.
+    All live ranks call this at once. Operators that take longer than `limit_s` are modelled.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
@@ -63,7 +65,7 @@ def measure_machine(
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live else _priced_device(device, cluster)
     operators = OperatorTimes.load(name, sharing=sharing, runs_on=device.type)
-    operators = operators.measure(graphs, ranks)
+    operators = operators.measure(graphs, ranks, limit_s=limit_s)
     operators.save()
     operators = _modelled(replace(operators, backend=backend), cluster)
     several = live and world_size > 1
@@ -74,7 +76,8 @@ def measure_machine(
     else:
         ratio = optimizer_state_ratio(optimizer, dtype, device.type)
         update = UpdateCost.modelled(operators.roofline, ratio)
-    workspace = Workspace.load(cluster.device, runs_on=device.type).measure(graphs)
+    workspace = Workspace.load(cluster.device, runs_on=device.type)
+    workspace = workspace.measure(graphs, limit_s)
     workspace.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
     states = OptimizerMemory.measure(optimizer, kind, dtype)
@@ -103,9 +106,11 @@ def absent(device: torch.device, cluster: Cluster | None) -> bool:
     return not OperatorTimes.load(_priced_device(device, cluster), runs_on=device.type).present
 
 
-def time_shards(machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool) -> Machine:
+def time_shards(
+    machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool, limit_s: float = math.inf
+) -> Machine:
     """The machine with operators timed one by one. All live ranks call this at once."""
-    operators = machine.operators.measure_alone(nodes, ranks_of(live=live))
+    operators = machine.operators.measure_alone(nodes, ranks_of(live=live), limit_s=limit_s)
     operators.save()
     return replace(machine, operators=operators)
 

@@ -167,6 +167,7 @@ class SearchContext:
         on_candidate: called with every candidate plan; None if nobody observes the search.
         baseline: best data parallelism of torch among the candidates, as a record.
         estimating: returns whether time is left to estimate further meshes.
+        proving: returns whether time is left to plan meshes only for a tighter bound.
         floor_s: returns a lower bound of the step of every mesh, in seconds.
         timed: whether a first answer is wanted soon, because time is limited.
     """
@@ -176,6 +177,7 @@ class SearchContext:
     on_candidate: Callable[[Plan], None] | None = None
     baseline: Baseline | None = None
     estimating: Callable[[], bool] = lambda: True
+    proving: Callable[[], bool] = lambda: False
     timed: bool = False
     floor_s: Callable[[], float] = lambda: 0.0
 

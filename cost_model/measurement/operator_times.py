@@ -37,6 +37,7 @@ from autopar.operators.kernels import is_canonical, own_kernels
 
 _DISPATCH = "dispatch"  # key of a call that computes nothing
 _MAX_SIZE_RATIO = 16.0  # between operators of a kind that are derived from each other
+_REPLAYS = 5  # runs of a graph that is replayed: one to warm up, one to count, three rounds
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,14 @@ class OperatorTimes:
         ranks: ReplayGroup = SINGLE_RANK,
         *,
         budget_s: float = 2.0,
+        limit_s: float = math.inf,
     ) -> OperatorTimes:
         """These times, with the missing operators of some lowered graphs, the same on all ranks.
 
         On a CPU each graph with missing operators is replayed, for `budget_s` seconds, three rounds
         at least. Otherwise, and where that fails, operators are timed one by one; on a GPU in a
-        queue. All `ranks` call this.
+        queue. All `ranks` call this. Under `limit_s` seconds, by the model's times, the quickest
+        operators are timed, and others are modelled from these.
         """
         if not self.present:
             return self
@@ -166,9 +169,10 @@ class OperatorTimes:
 
         if self.on_host:
             lacking = self._missing_graphs(graphs, ranks)
-            for name, seconds in replay_step(lacking, ranks, budget_s=budget_s).items():
-                add(name, seconds, rehearsed=True)
-            for name, seconds in Stopwatch().times(missing()).items():
+            if _REPLAYS * sum(map(self._graph_s, lacking)) <= limit_s:
+                for name, seconds in replay_step(lacking, ranks, budget_s=budget_s).items():
+                    add(name, seconds, rehearsed=True)
+            for name, seconds in self._timed(Stopwatch(), missing(), limit_s).items():
                 add(name, seconds)
             if _DISPATCH not in times:
                 times[_DISPATCH] = Timing(time_dispatch("cpu"), 0, 0, today)
@@ -186,23 +190,38 @@ class OperatorTimes:
         ranks: ReplayGroup = SINGLE_RANK,
         *,
         budget_s: float = 0.02,
+        limit_s: float = math.inf,
     ) -> OperatorTimes:
         """These times, with those of `nodes`, by their signatures, alone if some rank lacks one.
 
         All ranks call this at once. Each operator gets `budget_s` seconds, three runs at least.
+        `limit_s` is that of `measure`.
         """
         known = not self.present or nodes.keys() <= self.alone.keys()
         if all(ranks.gather(known)):
             return self
         ranks.line_up()
         if self.on_host:
-            own = Stopwatch(budget_s, time.thread_time).times(nodes)
+            own = self._timed(Stopwatch(budget_s, time.thread_time), nodes, limit_s)
         else:
             own = {k: timed.device_s for k, timed in QueueTimer(budget_s).times(nodes).items()}
         by_rank = ranks.gather(own)
         times = {key: [row[key] for row in by_rank if key in row] or [0.0] for key in nodes}
         means = {key: statistics.mean(row) for key, row in times.items()}
         return replace(self, alone={**self.alone, **means})
+
+    def _graph_s(self, graph: TrainingGraph) -> float:
+        return sum(self.seconds(node).seconds for node in graph.calls())
+
+    def _timed(
+        self, watch: Stopwatch, nodes: Mapping[str, fx.Node], limit_s: float
+    ) -> dict[str, float]:
+        """Times of operators, or of the quickest ones that can be timed within a limit."""
+        if math.isinf(limit_s):
+            return watch.times(nodes)
+        return watch.times_within(
+            nodes, {key: self.seconds(node).seconds for key, node in nodes.items()}, limit_s
+        )
 
     def _missing_graphs(
         self, graphs: Sequence[TrainingGraph], ranks: ReplayGroup

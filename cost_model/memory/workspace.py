@@ -7,7 +7,9 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -63,8 +65,11 @@ class Workspace:
             setting["kernels"] = kernels
         return cls(kind, setting, present, _cached(setting))
 
-    def measure(self, graphs: Iterable[TrainingGraph]) -> Workspace:
-        """This, with the workspace of the operators of lowered graphs that were not yet run."""
+    def measure(self, graphs: Iterable[TrainingGraph], limit_s: float = math.inf) -> Workspace:
+        """This, with the workspace of the operators of lowered graphs that were not yet run.
+
+        The smallest come first, and those after `limit_s` seconds are left out.
+        """
         if not self.present:
             return self
         missing: dict[str, fx.Node] = {}
@@ -73,9 +78,8 @@ class Workspace:
         missing = {key: node for key, node in missing.items() if key not in self.nbytes}
         generators = [] if self.device == "cpu" else [torch.cuda.current_device()]
         with torch.random.fork_rng(generators), torch.no_grad():
-            measured = {key: _measure(node, self.device) for key, node in missing.items()}
-        new = {key: nbytes for key, nbytes in measured.items() if nbytes is not None}
-        return replace(self, nbytes={**self.nbytes, **new})
+            measured = dict(_measured(missing, self.device, time.monotonic() + limit_s))
+        return replace(self, nbytes={**self.nbytes, **measured})
 
     def save(self) -> None:
         """Writes the bytes to the cache, merged with those of other processes."""
@@ -94,6 +98,14 @@ class Workspace:
     def _targets(self) -> frozenset[str]:
         """The few operators with a workspace at some shape."""
         return frozenset(key.partition("(")[0] for key, size in self.nbytes.items() if size)
+
+
+def _measured(nodes: Mapping[str, fx.Node], device: str, end_s: float) -> Iterator[tuple[str, int]]:
+    for key, node in sorted(nodes.items(), key=lambda item: operator_bytes(item[1])):
+        if time.monotonic() > end_s:
+            return
+        if (nbytes := _measure(node, device)) is not None:
+            yield key, nbytes
 
 
 def _measure(node: fx.Node, device: str) -> int | None:

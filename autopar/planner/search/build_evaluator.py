@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.ir.graph import TrainingGraph
@@ -13,6 +14,7 @@ from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of
 from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.machine import Machine
+from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.placement.solve import partition
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from autopar.planner.problem import PlanningProblem, SearchContext
@@ -27,11 +29,12 @@ def build_evaluator(
     *,
     memory: int | None = None,
     op_strategies: Sequence[NodeStrategies] | None = None,
+    carried: SolvedAxes | None = None,
 ) -> SpmdEvaluator:
     """Builds the evaluator of a captured graph, which predicts nothing without a machine.
 
     The partition holds at most `memory` bytes per rank over a step. Strategies along the
-    model-parallel axes are solved for unless given.
+    model-parallel axes are solved for unless given, or taken from `carried`.
     """
     context, axes = context or SearchContext(), problem.strategy.axes
     base = problem.base()
@@ -43,7 +46,12 @@ def build_evaluator(
     known = dict(zip(axes, op_strategies, strict=True)) if op_strategies is not None else None
 
     def strategies_along(axis: str, graph: TrainingGraph) -> NodeStrategies:
-        return known[axis] if known else solve_axis(problem, axis, graph, machine, memory)
+        if known:
+            return known[axis]
+        solve = partial(solve_axis, problem, axis, graph, machine, memory)
+        if carried is None:
+            return solve()
+        return carried.get(axis, axes, graph, problem.strategy.pins(axis, graph.parameters), solve)
 
     whole = replace(graph, axes=dict(problem.mesh))
     solved = list(partition_in_order(axes, whole, dict.fromkeys(axes, 0), strategies_along))

@@ -15,6 +15,7 @@ from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.recompute import LEVELS, Level
+from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import sweep_bandwidth
 from autopar.planner.evaluate.candidate import (
@@ -32,6 +33,9 @@ LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET
 MIN_INFEASIBLE = 3
 """Number of runners-up reserved for plans that do not fit."""
 
+DEEPER_PREFETCH = (2, 8)
+"""Numbers of buckets gathered ahead, tried where collectives are not scheduled one by one."""
+
 HOPELESS = 1.5
 """Largest ratio to the incumbent's step time of a plan whose bandwidths are swept."""
 
@@ -42,6 +46,8 @@ def search_configs(
     cap: int | None,
     incumbent_s: float = math.inf,
     first: CandidateConfig | None = None,
+    *,
+    unscheduled: bool = False,
 ) -> Plan:
     """The fastest plan of any evaluator with a peak of at most `cap` bytes, until the deadline.
 
@@ -50,7 +56,7 @@ def search_configs(
     candidate first. If that is not enough, it tries smaller buckets. It tunes bucket sizes on the
     winner. If no ZeRO stage beats `incumbent_s` seconds even without exposed communication, it
     returns the fastest of those that fit. If `first` is given and fits, only its buckets and
-    schedules are tuned.
+    schedules are tuned. If `unscheduled`, deeper prefetching replaces schedules.
 
     Raises:
         OutOfMemoryError: nothing fits; raises the least shortfall.
@@ -61,7 +67,8 @@ def search_configs(
         if plans and not evaluator.setup.deadline():
             break
         try:
-            plans.append(_ConfigSearch(evaluator, strategy, cap, incumbent_s, first).plan())
+            search = _ConfigSearch(evaluator, strategy, cap, incumbent_s, first, unscheduled)
+            plans.append(search.plan())
         except OutOfMemoryError as failure:
             failures.append(failure)
         except TimeIsOver:
@@ -69,18 +76,26 @@ def search_configs(
                 raise
     if not plans:
         raise min(failures, key=lambda failure: failure.shortfall)
-    return min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
+    best = min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
+    bounds_s = [plan.search.bound_s for plan in plans if plan.search is not None]
+    return replace(best, search=SearchOutcome(bound_s=min(bounds_s)))
 
 
 @dataclass
 class _ConfigSearch:
-    """A search over the configurations of one evaluator."""
+    """A search over the configurations of one evaluator.
+
+    Attributes:
+        bound_s: lower bound of their steps in seconds, as if no communication were exposed.
+    """
 
     evaluator: Evaluator
     strategy: Strategy
     cap: int | None
     incumbent_s: float
     first: CandidateConfig | None = None
+    unscheduled: bool = False
+    bound_s: float = 0.0
     candidates: dict[CandidateConfig, Candidate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +108,10 @@ class _ConfigSearch:
             best = self.best_candidate()
         except TimeIsOver:
             best = self.best_known()
-        plan = replace(best.plan, runners_up=self.runners_up(best), memory_cap=self.cap)
+        outcome = SearchOutcome(bound_s=self.bound_s)
+        plan = replace(
+            best.plan, runners_up=self.runners_up(best), memory_cap=self.cap, search=outcome
+        )
         try:
             return self.with_bandwidth_sweep(plan, best.config)
         except TimeIsOver:
@@ -107,14 +125,32 @@ class _ConfigSearch:
         found = [self.evaluate(config) for config in starts]
         best = self.best(found)
         # without exposed communication: a bound for all buckets and schedules
-        hopeless = min(c.step_s - c.prediction.exposed_s for c in found) >= self.incumbent_s
-        best_s = math.inf if best is None else best.step_s
+        hopeless = min(map(_hidden_s, found)) >= self.incumbent_s
+        best_s, raised = math.inf if best is None else best.step_s, list[Candidate]()
         if not hopeless and any(not self.fits(c) and c.step_s < best_s for c in found):
-            best = self.best([*self.raised(starts, best), best])
+            raised = [*filter(None, self.raised(starts, best))]
+            best = self.best([*raised, best])
+        self.bound_s = self.least_s(found, raised, best, all_raised=not hopeless)
         if best is None:
             raise self.nothing_fits()
         communicates = base.dp_size > 1 or base.partitions
         return self.tune(best) if not hopeless and communicates and self.setup.deadline() else best
+
+    def least_s(
+        self,
+        starts: Sequence[Candidate],
+        raised: Sequence[Candidate],
+        best: Candidate | None,
+        *,
+        all_raised: bool,
+    ) -> float:
+        """Lower bound of all steps in seconds: the least with all communication hidden.
+
+        A start that does not fit counts as it is, unless it was raised until it fits.
+        """
+        limit_s = best.step_s if best is not None and all_raised and self.setup.deadline() else 0.0
+        plain = (c for c in starts if self.fits(c) or c.step_s >= limit_s)
+        return min(map(_hidden_s, (*plain, *filter(self.fits, raised))), default=0.0)
 
     def best_known(self) -> Candidate:
         """The best candidate so far, when time is over; raises TimeIsOver if none fits."""
@@ -165,17 +201,20 @@ class _ConfigSearch:
                 yield candidate
 
     def may_fit(self, config: CandidateConfig) -> bool:
-        """Whether a rank's share of parameters and optimizer states is under the cap.
+        """Whether a rank's share of parameters, gradients and optimizer states is under the cap.
 
         The share is a lower bound: it assumes that axes and ZeRO stages divide everything evenly.
+        Stage 1 keeps gradients whole while micro-batches accumulate.
         """
         base, ranks = self.setup.base, self.setup.base.dp_size
         sizes, zero_stages = dict(base.parameter_bytes), dict(config.zero_stages)
-        least = 0.0
+        accumulates, least = self.strategy.pipelined, 0.0
         for name, info in self.setup.parameters.items():
             stage = zero_stages[info.block]
-            states = base.optimizer_state_ratio * info.requires_grad
-            copies = 1.0 / (ranks if stage == 3 else 1) + states / (ranks if stage else 1)
+            copies = 1.0 / (ranks if stage == 3 else 1)
+            if info.requires_grad:
+                copies += base.optimizer_state_ratio / (ranks if stage else 1)
+                copies += 1.0 / (ranks if stage > accumulates else 1)
             least += sizes[name] * copies
         return self.cap is None or least <= self.cap * base.model_parallel_size * base.pp_size
 
@@ -267,6 +306,8 @@ class _ConfigSearch:
         found = self.resized(best, LARGER_BUCKETS)
         if found is best:
             found = self.resized(best, SMALLER_BUCKETS)
+        if self.unscheduled:
+            found = self.prefetched(found)
         routes = [found.config]
         if self.strategy.hierarchical is None and self.setup.base.levels:
             routes.append(replace(found.config, hierarchical=True))
@@ -278,6 +319,17 @@ class _ConfigSearch:
     def resized(self, best: Candidate, sizes: Iterable[int]) -> Candidate:
         for nbytes in sizes:
             other = self.evaluate(self.with_buckets(best.config, nbytes))
+            if (found := self.best([best, other])) is best:
+                break
+            best = found or best
+        return best
+
+    def prefetched(self, best: Candidate) -> Candidate:
+        """Tries to gather more buckets ahead, while that helps."""
+        if not any(stage for _, stage in best.config.zero_stages):
+            return best
+        for depth in DEEPER_PREFETCH:
+            other = self.evaluate(replace(best.config, prefetch=depth))
             if (found := self.best([best, other])) is best:
                 break
             best = found or best
@@ -362,6 +414,11 @@ class _ConfigSearch:
             memory,
             cap=self.cap,
         )
+
+
+def _hidden_s(candidate: Candidate) -> float:
+    """Seconds of a step if no communication were exposed."""
+    return candidate.step_s - candidate.prediction.exposed_s
 
 
 def _identity(candidate: Candidate) -> tuple[object, ...]:

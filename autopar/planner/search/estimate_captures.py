@@ -17,6 +17,7 @@ from autopar.errors import BatchError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.plan.partition import rows_of
 from autopar.planner.machine import Machine, known_machine
+from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_estimate import (
     Figures,
@@ -59,6 +60,7 @@ class MeshEstimator:
         self._model, self._sharing = model, sharing
         self._kinds = [] if model is None else kinds_of(model, problem.blocks)
         self._captures = {} if captures is None else captures
+        self._solved = SolvedAxes(for_all_rows=True)
         self._graph, self._figures = cache(self._capture), cache(self._lower)
 
     def __call__(self, problem: PlanningProblem) -> MeshEstimate:
@@ -121,7 +123,7 @@ class MeshEstimator:
         def with_layers(layers: Sequence[int]) -> Figures:
             graph, parameters = self._graph(tuple(layers), slices)
             problem = replace(self._problem, parameters=parameters, strategy=strategy)
-            return np.array(micro_batch_figures(problem, graph, self._machine))
+            return np.array(micro_batch_figures(problem, graph, self._machine, self._solved))
 
         return MicroBatchFigures(*map(float, extrapolate_layers(self._kinds, with_layers)))
 

@@ -36,7 +36,7 @@ def plan_extended(
 ) -> tuple[Plan, CandidateConfig]:
     """The fastest plan that fits, by arithmetic from reduced models, and its configuration.
 
-    Collectives are not scheduled one by one, and gradients are not compressed.
+    Collectives are not scheduled one by one but prefetched, and gradients are not compressed.
 
     Raises:
         OutOfMemoryError: nothing fits.
@@ -44,7 +44,8 @@ def plan_extended(
     cap = problem.cap_on(machine.cluster)
     evaluator = extended_evaluator(problem, models, machine, context)
     strategy = replace(problem.strategy, prefetch=problem.strategy.prefetch or 1)
-    plan = search_configs([evaluator], strategy, cap, context.incumbent_s)
+    unscheduled = problem.strategy.prefetch is None
+    plan = search_configs([evaluator], strategy, cap, context.incumbent_s, unscheduled=unscheduled)
     origin = f"{machine.cluster.name} ({machine.cluster.provenance})"
     notes = (*plan.notes, *problem.memory_notes(machine.cluster))
     plan = replace(plan, memory_cap=cap, cluster=origin, notes=notes)
@@ -61,7 +62,9 @@ def extended_evaluator(
     for layers in models.samples:
         model = models.get(layers, problem.dp_size, count)
         few = replace(problem, parameters=model.parameters)
-        evaluator: Evaluator = build_evaluator(few, model.graph, machine, quiet)
+        evaluator: Evaluator = build_evaluator(
+            few, model.graph, machine, quiet, carried=models.solved
+        )
         if problem.strategy.pipelined:
             evaluator = next(open_pipelines(evaluator, problem.strategy, count))
         evaluators.append(evaluator)
@@ -101,6 +104,7 @@ def config_of(plan: Plan, strategy: Strategy, blocks: Sequence[str]) -> Candidat
         recompute=plan.recompute,
         gather_bytes=gather_bytes,
         reduce_bytes=reduce_bytes,
+        prefetch=plan.prefetch,
         hierarchical=any(levels.from_bytes for levels in plan.levels),
     )
 

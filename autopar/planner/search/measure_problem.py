@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -58,10 +59,12 @@ def measure_problem(
     strategies: Mapping[int, tuple[NodeStrategies, ...]] | None = None,
     *,
     live: bool,
+    limit_s: float = math.inf,
 ) -> Machine | None:
     """The machine with operators timed at the shapes of these graphs; None if nothing needs it.
 
-    All live ranks call this at once, with the `provisional_strategies` of rank 0.
+    All live ranks call this at once, with the `provisional_strategies` of rank 0. Within `limit_s`
+    seconds the quickest operators are timed, and others are modelled.
     """
     if not needs_machine(problem, live=live):
         return None
@@ -91,9 +94,10 @@ def measure_problem(
         live=live,
         backend=problem.backend,
         dtype=problem.dtype,
+        limit_s=limit_s,
     )
     if problem.strategy.axes and machine.operators.present:
-        machine = time_shards(machine, nodes, live=live)
+        machine = time_shards(machine, nodes, live=live, limit_s=limit_s)
     return machine
 
 

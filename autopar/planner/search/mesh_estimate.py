@@ -24,6 +24,7 @@ from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.cut_points import segments_of
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.machine import Machine
+from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.pipeline_search import cut_everywhere, cut_points_of
@@ -36,6 +37,9 @@ FORWARD_SHARE = 1.0 / 3.0
 
 EXPOSED_SHARE = 0.1
 """Share of a collective that the backward cannot hide: the last bucket and the launch."""
+
+MOST_STAGES_PER_RANK = 2
+"""Stages of a rank under an interleaved schedule."""
 
 CHECKPOINTED_SHARE = 0.1
 """Share of the saved activations that full checkpointing keeps."""
@@ -71,10 +75,11 @@ def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> M
 
 
 def micro_batch_figures(
-    problem: PlanningProblem, graph: TrainingGraph, machine: Machine
+    problem: PlanningProblem, graph: TrainingGraph, machine: Machine, solved: SolvedAxes
 ) -> MicroBatchFigures:
     """Figures of a captured micro-batch, lowered along the axes of the problem's strategy."""
-    evaluator, strategy = build_evaluator(problem, graph, machine), problem.strategy
+    evaluator = build_evaluator(problem, graph, machine, carried=solved)
+    strategy = problem.strategy
     cut_points = cut_points_of(strategy, problem.model, graph)
     micro_batches = strategy.micro_batches or 1
     whole, lowered = cut_everywhere(evaluator.setup, strategy, cut_points, micro_batches)
@@ -147,8 +152,16 @@ class _StepModel:
 
     @property
     def least_s(self) -> float:
-        """Lower bound in seconds: the longer of all compute and the reduction of all gradients."""
-        compute_s = self.micro_batches * self.micro_batch.compute_s / self.stages
+        """Lower bound in seconds: the longer of all compute and the reduction of all gradients.
+
+        Each stage of a pipeline waits for the first micro-batch and after its last one, while the
+        other stages compute a forward and a backward without gradients of parameters. Two equal
+        stages per rank halve that.
+        """
+        each_s = self.micro_batch.compute_s / self.stages
+        chunks = max(MOST_STAGES_PER_RANK, self.problem.strategy.stages_per_rank or 1)
+        fill_s = 2 * FORWARD_SHARE * (self.stages - 1) * each_s / chunks
+        compute_s = self.micro_batches * each_s + fill_s
         sums_s = self.scatter_s + self.data_s("all_gather")
         return max(compute_s, sums_s if self.levels else min(self.data_s("all_reduce"), sums_s))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.common.deadline import TimeIsOver, arm
@@ -17,15 +18,12 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import human_bytes
-from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
-from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import (
     SMALL_WORLD,
     abbreviated,
-    least_compute_s,
     mesh_name,
     meshes,
     model_ranks,
@@ -33,6 +31,7 @@ from autopar.planner.search.meshes import (
     with_micro_batches,
 )
 from autopar.planner.search.pipeline_search import step_s
+from autopar.planner.search.search_record import SearchRecord
 from autopar.report.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -114,7 +113,7 @@ def fastest_mesh(
     context = context or SearchContext()
     if not problem.strategy.search:
         return plan_mesh(problem, context)
-    search = _MeshSearch(problem, plan_mesh, context, progress)
+    search = _MeshSearch(problem=problem, plan_mesh=plan_mesh, context=context, progress=progress)
     first, *others = meshes(
         problem.strategy, problem.world_size, ranks_per_node, len(problem.blocks)
     )
@@ -131,48 +130,25 @@ def fastest_mesh(
     return search.finish(*search.skipped_note())
 
 
-@dataclass
-class _MeshSearch:
-    """Plans and refusals of the meshes tried so far.
+@dataclass(kw_only=True)
+class _MeshSearch(SearchRecord):
+    """A search under way.
 
     Attributes:
-        refusals: errors of meshes that are not possible, by name.
-        skipped: estimates of meshes that were not tried.
-        bounds_s: lower bound of the step of each estimated mesh, in seconds.
-        floor_s: lower bound of the step of meshes without an estimate, in seconds.
-        unknown: meshes that were not estimated, because time was over.
         over: whether time ended within a mesh.
-        costly: meshes whose lowering would have taken longer than the time that was left.
-        looked: number of meshes that were planned.
-        tried: names of these meshes.
         without_gain: number of meshes in a row that improved nothing, by group.
     """
 
-    problem: PlanningProblem
     plan_mesh: PlanMesh
     context: SearchContext
     progress: ReportProgress
-    plans: list[Plan] = field(default_factory=list)
-    failures: list[OutOfMemoryError] = field(default_factory=list)
-    refusals: dict[str, AutoparError] = field(default_factory=dict)
-    skipped: list[MeshEstimate] = field(default_factory=list)
-    bounds_s: list[float] = field(default_factory=list)
-    floor_s: float = 0.0
-    unknown: list[Strategy] = field(default_factory=list)
     over: bool = False
-    costly: list[Strategy] = field(default_factory=list)
-    looked: int = 0
-    tried: set[str] = field(default_factory=set)
     without_gain: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.cap = self.problem.cap_on(self.problem.cluster)
         self.autotunes = self.context.on_candidate is not None
         self.margin = AUTOTUNE_MARGIN if self.autotunes else 1.0
-
-    @property
-    def best(self) -> Plan | None:
-        return min(self.plans, key=step_s) if self.plans else None
 
     def try_mesh(self, strategy: Strategy, done: int, total: int) -> None:
         """Plans a mesh; the planner chooses the number of micro-batches if the mesh has one."""
@@ -190,9 +166,11 @@ class _MeshSearch:
         self.looked += 1
         self.tried.add(mesh_name(strategy))
         try:
-            self.plans.append(self.plan_mesh(problem, context))
+            self.plans.append(plan := self.plan_mesh(problem, context))
+            self.raise_bound(strategy, plan.search.bound_s if plan.search is not None else 0.0)
         except OutOfMemoryError as failure:
             self.failures.append(failure)
+            self.raise_bound(strategy, math.inf)
             arm()
         except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
@@ -213,20 +191,35 @@ class _MeshSearch:
         """The search under a time limit: data parallelism first, so that there is an answer."""
         plain, *others = strategies
         self.try_data_parallel(plain)
+        for strategy in others:
+            if self.best is None and not self.over and model_ranks(strategy) == 1:
+                self.try_data_parallel(strategy)  # sharded over neighbours
         if self.computes_only() and (best := self.best) is not None:
             self.refine_best(refine)
             least_s = (1.0 - _saveable(best)) * step_s(best)
             return self.finish(self.saveable_note(others), bound_s=least_s)
         others.sort(key=unusual_axes)
-        self.floor_s = self.least_s()
+        self.floor_s = self.floor()
         small = self.problem.world_size <= SMALL_WORLD
         found = self.estimated([plain, *others], estimate, tried_first=small)
         self.try_all([each for each in found if mesh_name(each.strategy) not in self.tried])
         self.try_unknown()
+        self.close_gap()
         self.refine_best(refine)
         return self.finish(*self.skipped_note())
 
-    def least_s(self) -> float:
+    def close_gap(self) -> None:
+        """Plans the meshes of the least bounds, while that may raise the bound of all."""
+        while self.best is not None and self.context.proving() and not self.over:
+            left = [each for each in self.skipped if each.strategy.pp_size == 1]
+            mesh = min(left, key=lambda each: each.least_s, default=None)
+            saving_s = NEGLIGIBLE * step_s(self.best)
+            if mesh is None or mesh.least_s > min(self.least_s(), step_s(self.best) - saving_s):
+                return
+            self.skipped.remove(mesh)
+            self.try_mesh(mesh.strategy, self.looked, self.looked + len(left))
+
+    def floor(self) -> float:
         """A lower bound of the step of every mesh in seconds; 0 if time is over."""
         try:
             return self.context.floor_s() if self.best is None or self.context.deadline() else 0.0
@@ -241,15 +234,16 @@ class _MeshSearch:
         whole, *parts = with_micro_batches(plain, MOST_MICRO_BATCHES)
         small = self.problem.world_size <= SMALL_WORLD
         parts.reverse()
+        most = self.looked + DATA_PARALLEL_TRIES
         for strategy in (whole, *parts) if small else (*parts, whole):
             before, looked = self.best, self.looked
-            self.try_mesh(strategy, self.looked, DATA_PARALLEL_TRIES)
+            self.try_mesh(strategy, self.looked, most)
             impossible = self.refusals.pop(mesh_name(strategy), None) is not None
             self.looked -= impossible
-            slower = before is not None and self.best is before and self.looked > looked
+            useless = self.best is before and self.looked > looked  # more rows need more memory
             if small:
-                slower = not self.is_memory_bound()
-            if self.over or slower or self.looked == DATA_PARALLEL_TRIES:
+                useless = not self.is_memory_bound()
+            if self.over or useless or self.looked == most:
                 break
 
     def try_unknown(self) -> None:
@@ -319,7 +313,7 @@ class _MeshSearch:
                 continue
             try:
                 found.append(estimate(replace(self.problem, strategy=strategy)))
-                self.bounds_s.append(found[-1].least_s)
+                self.raise_bound(strategy, found[-1].least_s)
             except TimeIsOver:
                 self.leave_out(strategy)
             except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
@@ -370,71 +364,6 @@ class _MeshSearch:
             text = f"parameters, gradients and states alone need {human_bytes(short)} more"
             self.failures.append(OutOfMemoryError(f"{mesh_name(strategy)}: {text}", short))
         return short <= 0
-
-    def skipped_note(self) -> Iterator[str]:
-        if self.skipped:
-            expected_s = min(each.step_s for each in self.skipped)
-            bound_s = min(each.least_s for each in self.skipped)
-            names = abbreviated(mesh_name(each.strategy) for each in self.skipped)
-            yield (
-                f"not looked at: {names}; expected to take {expected_s * 1e3:.4g} ms or more, and "
-                f"certainly {bound_s * 1e3:.4g}"
-            )
-        if self.unknown:
-            names = abbreviated(map(mesh_name, self.unknown))
-            yield f"not looked at: {names}; time was over"
-        if self.costly:
-            names = abbreviated(map(mesh_name, self.costly))
-            yield f"not looked at: {names}; to lower them takes longer than was left"
-
-    def outcome(self, bound_s: float | None) -> SearchOutcome:
-        """Extent of the search; the bound is that of all estimated meshes unless given."""
-        assert self.best is not None
-        left_out = len(self.skipped) + len(self.unknown) + len(self.costly)
-        if bound_s is None:
-            known = min([*self.bounds_s, step_s(self.best)])
-            floor_s = max(least_compute_s(self.best), self.floor_s)
-            bound_s = min(known, floor_s) if self.unknown else known
-        return SearchOutcome(
-            looked=self.looked,
-            left_out=left_out,
-            bound_s=bound_s,
-            complete=not (self.unknown or self.over or self.costly),
-        )
-
-    def finish(self, *notes: str, bound_s: float | None = None) -> Plan:
-        """The best plan with runners-up and notes; raises the least shortfall, else a refusal."""
-        if self.best is None:
-            if self.failures:
-                raise min(self.failures, key=lambda failure: failure.shortfall)
-            if self.refusals:
-                raise next(iter(self.refusals.values()))
-            raise TimeIsOver
-        best = self.best
-        notes = (*best.notes, *self.refusal_notes(), *notes)
-        found = self.outcome(bound_s)
-        return replace(best, runners_up=self.runners_up(best), notes=notes, search=found)
-
-    def refusal_notes(self) -> Iterator[str]:
-        """Notes on meshes that are not possible; several that lack rows share one note."""
-        rows = [mesh for mesh, why in self.refusals.items() if isinstance(why, BatchError)]
-        for mesh, why in self.refusals.items():
-            if len(rows) == 1 or mesh not in rows:
-                yield f"{mesh} is not possible: {why}"
-        if len(rows) > 1:
-            yield f"not possible with so many rows: {abbreviated(rows)}"
-
-    def runners_up(self, best: Plan) -> tuple[RunnerUp, ...]:
-        """The best plans of the other meshes, and the runners-up on the best mesh."""
-        assert best.prediction is not None
-        found = {}
-        for plan in self.plans:
-            if plan is not best and plan.prediction is not None:
-                why = slower(plan.prediction, best.prediction)
-                found[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
-        for other in best.runners_up:
-            found.setdefault(other.name, other)
-        return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
 
 
 def _recomputes(plan: Plan) -> bool:

@@ -214,7 +214,8 @@ def fastest_pipeline(
         smallest = min(tried, key=lambda item: item[1].needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
     best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s, first)
-    return replace(best, runners_up=_runners_up(best, [e.plan for _, e in tried], cap))
+    runners_up = _runners_up(best, [e.plan for _, e in tried], cap)
+    return replace(best, runners_up=runners_up, search=None)  # its bound is that of the finalists
 
 
 def step_s(plan: Plan) -> float:

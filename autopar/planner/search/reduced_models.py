@@ -12,6 +12,7 @@ from autopar.capture.batch_slices import CaptureCache
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.repeated_blocks import BlockKind
 from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.search.estimate_captures import SAMPLED_LAYERS, kinds_of, with_num_layers
 
 CaptureReduced = Callable[[int, int, CaptureCache], TrainingGraph]
@@ -43,6 +44,7 @@ class ReducedModels:
     Attributes:
         kinds: names of the blocks of each kind, in the whole model.
         captures: captures of whole batches, by the number of blocks of each kind.
+        solved: strategies along model-parallel axes, for any number of blocks.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], capture: CaptureReduced) -> None:
@@ -53,6 +55,7 @@ class ReducedModels:
         self._parameter_names = {id(p): name for name, p in model.named_parameters()}
         self.kinds = [[modules[id(block[0])] for block in kind.modules] for kind in self._kinds]
         self.captures: dict[Layers, CaptureCache] = {}
+        self.solved = SolvedAxes()
         self._sizes: dict[Layers, int] = {}
         self.get = cache(self._get)
 

@@ -105,9 +105,12 @@ def test_blocks_are_put_back() -> None:
 
 @pytest.mark.slow
 def test_micro_batches_of_several_rows_where_there_is_a_row_for_each_rank() -> None:
-    """Four stages compute a quarter of what they do of four times the rows, in as large pieces."""
+    """Four stages compute a quarter of what they do of four times the rows, in as large pieces.
+
+    They wait as long as for one more micro-batch until all have one, and after the last.
+    """
     strategy, found = Strategy(pp=4), []
     for rows, count in ((RANKS, 1), (4 * RANKS, 4)):
         sketch = MeshEstimator(asked(Strategy()), functools.partial(captured, rows=rows), llama())
         found.append(sketch(asked(replace(strategy, micro_batches=count))).least_s)
-    assert 4 * found[0] == pytest.approx(found[1], rel=0.2)
+    assert (4 + 1) / (1 + 1) * found[0] == pytest.approx(found[1], rel=0.2)

@@ -1,0 +1,123 @@
+"""`SearchRecord`: meshes that a search planned or left out, their bounds, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from autopar.common.deadline import TimeIsOver
+from autopar.errors import AutoparError, BatchError, OutOfMemoryError
+from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
+from autopar.plan.search_outcome import SearchOutcome
+from autopar.plan.strategy import Strategy
+from autopar.planner.problem import PlanningProblem
+from autopar.planner.search.mesh_estimate import MeshEstimate
+from autopar.planner.search.meshes import abbreviated, least_compute_s, mesh_name
+from autopar.planner.search.pipeline_search import step_s
+from autopar.report.plan import Plan
+
+
+@dataclass(kw_only=True)
+class SearchRecord:
+    """Plans and refusals of the meshes tried so far.
+
+    Attributes:
+        refusals: errors of meshes that are not possible, by name.
+        skipped: estimates of meshes that were not tried.
+        bounds_s: lower bound of the step of meshes in seconds, by name; infinite if nothing fits.
+        floor_s: lower bound of the step of meshes without an estimate, in seconds.
+        unknown: meshes that were not estimated, because time was over.
+        costly: meshes whose lowering would have taken longer than the time that was left.
+        looked: number of meshes that were planned.
+        tried: names of these meshes.
+    """
+
+    problem: PlanningProblem
+    plans: list[Plan] = field(default_factory=list)
+    failures: list[OutOfMemoryError] = field(default_factory=list)
+    refusals: dict[str, AutoparError] = field(default_factory=dict)
+    skipped: list[MeshEstimate] = field(default_factory=list)
+    bounds_s: dict[str, float] = field(default_factory=dict)
+    floor_s: float = 0.0
+    unknown: list[Strategy] = field(default_factory=list)
+    costly: list[Strategy] = field(default_factory=list)
+    looked: int = 0
+    tried: set[str] = field(default_factory=set)
+    over: bool = False
+
+    @property
+    def best(self) -> Plan | None:
+        return min(self.plans, key=step_s) if self.plans else None
+
+    def raise_bound(self, strategy: Strategy, bound_s: float) -> None:
+        """Records a lower bound of the step of a mesh in seconds, unless a higher one is known."""
+        name = mesh_name(strategy)
+        self.bounds_s[name] = max(bound_s, self.bounds_s.get(name, 0.0))
+
+    def least_s(self) -> float:
+        """Lower bound of the step of every mesh, in seconds."""
+        assert self.best is not None
+        known = min([*self.bounds_s.values(), step_s(self.best)])
+        floor_s = max(least_compute_s(self.best), self.floor_s)
+        return min(known, floor_s) if self.unknown else known
+
+    def skipped_note(self) -> Iterator[str]:
+        if self.skipped:
+            expected_s = min(each.step_s for each in self.skipped)
+            bound_s = min(each.least_s for each in self.skipped)
+            names = abbreviated(mesh_name(each.strategy) for each in self.skipped)
+            yield (
+                f"not looked at: {names}; expected to take {expected_s * 1e3:.4g} ms or more, and "
+                f"certainly {bound_s * 1e3:.4g}"
+            )
+        if self.unknown:
+            names = abbreviated(map(mesh_name, self.unknown))
+            yield f"not looked at: {names}; time was over"
+        if self.costly:
+            names = abbreviated(map(mesh_name, self.costly))
+            yield f"not looked at: {names}; to lower them takes longer than was left"
+
+    def outcome(self, bound_s: float | None) -> SearchOutcome:
+        """Extent of the search; the bound is that of all estimated meshes unless given."""
+        assert self.best is not None
+        left_out = len(self.skipped) + len(self.unknown) + len(self.costly)
+        return SearchOutcome(
+            looked=self.looked,
+            left_out=left_out,
+            bound_s=self.least_s() if bound_s is None else bound_s,
+            complete=not (self.unknown or self.over or self.costly),
+        )
+
+    def finish(self, *notes: str, bound_s: float | None = None) -> Plan:
+        """The best plan with runners-up and notes; raises the least shortfall, else a refusal."""
+        if self.best is None:
+            if self.failures:
+                raise min(self.failures, key=lambda failure: failure.shortfall)
+            if self.refusals:
+                raise next(iter(self.refusals.values()))
+            raise TimeIsOver
+        best = self.best
+        notes = (*best.notes, *self.refusal_notes(), *notes)
+        found = self.outcome(bound_s)
+        return replace(best, runners_up=self.runners_up(best), notes=notes, search=found)
+
+    def refusal_notes(self) -> Iterator[str]:
+        """Notes on meshes that are not possible; several that lack rows share one note."""
+        rows = [mesh for mesh, why in self.refusals.items() if isinstance(why, BatchError)]
+        for mesh, why in self.refusals.items():
+            if len(rows) == 1 or mesh not in rows:
+                yield f"{mesh} is not possible: {why}"
+        if len(rows) > 1:
+            yield f"not possible with so many rows: {abbreviated(rows)}"
+
+    def runners_up(self, best: Plan) -> tuple[RunnerUp, ...]:
+        """The best plans of the other meshes, and the runners-up on the best mesh."""
+        assert best.prediction is not None
+        found = {}
+        for plan in self.plans:
+            if plan is not best and plan.prediction is not None:
+                why = slower(plan.prediction, best.prediction)
+                found[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
+        for other in best.runners_up:
+            found.setdefault(other.name, other)
+        return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
