@@ -116,6 +116,21 @@ class DistributedModule(StatefulModule):
         self._wrapped[0].requires_grad_(requires_grad)
         return self
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last training steps on this rank, to log; reads no other rank.
+
+        A step lasts from one training call to the next. Times and rates are medians of the last
+        32 steps. A figure that is unknown is left out: docs/metrics.md lists them all.
+        """
+        predicted = None if self.plan is None else self.plan.prediction
+        sees_waits = self._context.device.type == "cpu" and self._options.backend == "eager"
+        return self._watch.metrics(
+            predicted,
+            self._context.device,
+            self._options.ranks,
+            sees_waits=sees_waits and not self._fallback,
+        )
+
     # Calls.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +139,7 @@ class DistributedModule(StatefulModule):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         self.check_not_gathered()
+        self._watch.begin(trains=torch.is_grad_enabled())
         if not self._was_called and self._options.ranks > 1:
             check_not_wrapped()
             self._was_called = True
@@ -162,6 +178,7 @@ class DistributedModule(StatefulModule):
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
         shard = self._batch_shard(leaves, structure)
+        self._watch.take(shard)
         if self._fallback:
             return self._run_fallback(shard)
         assert self._executor is not None
