@@ -221,7 +221,10 @@ class PlannedModule(nn.Module):
         """Makes the mesh of a plan, distributes the parameters and makes the executor."""
         context = self._context
         options = replace(
-            self._options, model_parallel_size=plan.model_parallel_size, pp_size=plan.pp_size
+            self._options,
+            model_parallel_size=plan.model_parallel_size,
+            pp_size=plan.pp_size,
+            row_shares=plan.row_shares,
         )
         if options != self._options:
             context.options, context.rng = options, RandomStream(options, context.device)
@@ -362,6 +365,7 @@ class PlannedModule(nn.Module):
             rank=index,
             ranks=ranks,
             static=options.static,
+            shares=options.row_shares,
         )
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:

@@ -43,7 +43,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pur
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is.
+    """Place of a rank in its program.
 
     Attributes:
         wait: collective that it waits in, "" if in none.
@@ -59,7 +59,7 @@ class Whereabouts:
 
     @staticmethod
     def here() -> Whereabouts:
-        """Where this rank is, from any of its threads."""
+        """Place of this rank, read from any of its threads."""
         now, current, waits = time.perf_counter(), LOG.current, LOG.last()
         last = waits[-1].what if waits else ""
         since = current[1] if current else waits[-1].end if waits else now
@@ -115,7 +115,7 @@ class Watcher(threading.Thread):
         self.join(REPLY_S)
 
     def ask(self) -> dict[int, Whereabouts]:
-        """Where the ranks are that answer, by rank."""
+        """Places of the ranks that answer, by rank."""
         store, recent = self._store, time.monotonic() - SAME_QUESTION_S
         question = store.add(f"{_QUESTIONS}/count", 0) - 1  # another rank's
         if question < self._next and (self.answered is None or self.answered[1] < recent):

@@ -23,7 +23,7 @@ class Step(NamedTuple):
     """One training step: from one training call to the next.
 
     Attributes:
-        seconds: duration.
+        seconds: duration in seconds.
         waited_s: seconds in which this rank waited for other ranks.
         rows: rows of the whole batch.
         own_rows: rows of this rank.
