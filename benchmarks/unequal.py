@@ -28,9 +28,10 @@ VOCABULARY, WIDTH, TOKENS, LAYERS = 256, 128, 64, 4
 
 
 def burn(core: int) -> None:
-    """The neighbour: takes half of a core."""
+    """The neighbour: takes half of a core, as long as its parent lives."""
     os.sched_setaffinity(0, {core})
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
         pass
 
 
