@@ -14,7 +14,7 @@ from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import BatchError
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import dense_strides
-from autopar.ir.placement import even_rows
+from autopar.ir.placement import even_rows, proportional_rows
 
 MOST_STATIC = 4096
 """Elements of a static argument; each of its values has a program."""
@@ -119,7 +119,7 @@ class BatchShard:
         if count == 1:
             return [self]
         ranks, batch_rows = self.slices.count, self.slices.rows
-        if self.rows % count or self.rows * ranks != batch_rows:
+        if self.rows % count or not self.slices.is_even:
             raise BatchError(
                 f"a batch of {batch_rows} rows, {self.rows} of them on this rank, cannot be cut "
                 f"into {count} equal micro-batches on each of {ranks} ranks. Give a multiple of "
@@ -146,16 +146,18 @@ def batch_shard_of(
     rank: int,
     ranks: int,
     static: Sequence[str] = (),
+    shares: tuple[float, ...] = (),
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
     The number of rows is the size of dim 0 of the first tensor with a dim. Dim 0 of every
     tensor with this size is the batch dim. `static` names keyword arguments that every rank has
-    whole, with their values.
+    whole, with their values. Rows are divided in proportion to `shares`, evenly without any.
 
     Raises:
         BatchError: fewer rows than ranks, or a static argument that is no tensor of numbers.
     """
+    held: tuple[int, ...] = ()
     known = _places(leaves, structure, static) if static else ()
     divisible = [
         isinstance(x, torch.Tensor) and x.dim() > 0 and index not in known
@@ -177,7 +179,10 @@ def batch_shard_of(
                 f"needs a row. Give at least {ranks} rows, drop the last small batch "
                 "(drop_last=True), or run fewer ranks."
             )
-        rows_of_ranks = even_rows(batch_rows, ranks)
+        even = rows_of_ranks = even_rows(batch_rows, ranks)
+        if shares:
+            rows_of_ranks = proportional_rows(batch_rows, shares)
+            held = () if rows_of_ranks == even else rows_of_ranks
         rows, global_rows, begin = rows_of_ranks[rank], batch_rows, sum(rows_of_ranks[:rank])
     shard = [
         x[begin : begin + rows] if split and rows != batch_rows else x
@@ -189,7 +194,7 @@ def batch_shard_of(
     tensors = tuple(x for x in shard if isinstance(x, torch.Tensor))
     call, slices = (
         Call(tuple(specs), structure, has_batch_dim),
-        BatchSlices(ranks, rank, global_rows),
+        BatchSlices(ranks, rank, global_rows, held=held),
     )
     return BatchShard(call, tensors, rows, slices)
 

@@ -64,10 +64,11 @@ def _rank() -> int:
 def _levels_to_user() -> int:
     """Frames from the caller of this function up to the first outside of autopar and torch."""
     level, frame = 1, sys._getframe(1)
-    while _is_inside(frame) and frame.f_back is not None:
+    while is_inside(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
-    return level if not _is_inside(frame) else 2
+    return level if not is_inside(frame) else 2
 
 
-def _is_inside(frame: FrameType) -> bool:
+def is_inside(frame: FrameType) -> bool:
+    """Whether a frame runs code of autopar or torch."""
     return os.path.realpath(frame.f_code.co_filename).startswith(_INSIDE)

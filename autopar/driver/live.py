@@ -13,6 +13,7 @@ from autopar.common.deadline import Deadline
 from autopar.common.notices import warn_once
 from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
+from autopar.driver.balance import balanced
 from autopar.driver.driver import Driver
 from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
@@ -128,7 +129,8 @@ class LivePlanner:
             problem, driver.plan, recapture=False, deadline=lambda: driver.decide(driver.deadline)
         )
         plans = plans_to_benchmark(problem.device, best, candidates, count)
-        return self.agreed(benchmark_and_pick(module, plans, call, problem.optimizer))
+        chosen = benchmark_and_pick(module, plans, call, problem.optimizer)
+        return self.agreed(balanced(chosen, problem))
 
     def agreed(self, plan: Plan) -> Plan:
         """The plan, after checking that all ranks have it; warns where it compresses.

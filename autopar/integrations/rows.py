@@ -10,7 +10,7 @@ from torch import distributed as dist
 from autopar._torch import pytree
 from autopar.capture.call import batch_shard_of
 from autopar.common.containers import flatten
-from autopar.ir.placement import Shard, even_rows
+from autopar.ir.placement import Shard
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -45,8 +45,14 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         result: result of the call; tensors that are this rank's part of a batch are gathered.
     """
     index, parts = model.data_parallel_rank, model.data_parallel_size
-    shard = batch_shard_of(*flatten((args, kwargs)), mode="global", rank=index, ranks=parts)
-    rows = even_rows(shard.slices.rows, parts)
+    shard = batch_shard_of(
+        *flatten((args, kwargs)),
+        mode="global",
+        rank=index,
+        ranks=parts,
+        shares=model.row_shares,
+    )
+    rows = shard.slices.sizes
     if parts == 1 or shard.rows == shard.slices.rows:
         return result
     leaves, structure = flatten(result)

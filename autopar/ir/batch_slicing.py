@@ -21,21 +21,28 @@ class BatchSlices:
     Attributes:
         rows: number of rows of the whole batch.
         over_time: whether slices are micro-batches, which one rank computes in sequence.
+        held: rows of each slice; () for those of `even_rows`.
     """
 
     count: int
     index: int
     rows: int
     over_time: bool = False
+    held: tuple[int, ...] = ()
 
     @property
     def is_even(self) -> bool:
-        return self.rows % self.count == 0
+        return not self.held and self.rows % self.count == 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each slice."""
+        return self.held or even_rows(self.rows, self.count)
 
     @property
     def axis_size(self) -> int:
         """Size of the batch axis: an `UnevenRanks` if slices are uneven."""
-        return self.count if self.is_even else UnevenRanks(self.count, self.rows)
+        return self.count if self.is_even else UnevenRanks(self.count, self.rows, self.held)
 
     @property
     def units(self) -> int:
@@ -44,12 +51,11 @@ class BatchSlices:
 
     @property
     def local_units(self) -> int:
-        return 1 if self.is_even else even_rows(self.rows, self.count)[self.index]
+        return 1 if self.is_even else self.sizes[self.index]
 
     def unit_indices(self, device: torch.device | None = None) -> torch.Tensor:
         """Indices of this slice's units, the value of `BatchIndex`: int64 [local_units]."""
-        sizes = even_rows(self.rows, self.count)
-        first = self.index if self.is_even else sum(sizes[: self.index])
+        first = self.index if self.is_even else sum(self.sizes[: self.index])
         return torch.arange(first, first + self.local_units, device=device)
 
     def divides(self, size: int, interleave: int = 1) -> bool:

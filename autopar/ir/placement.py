@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -103,21 +104,23 @@ class UnevenRanks(int):
     Every dim sharded over these ranks is a multiple of `rows`, and is divided in proportion.
 
     Attributes:
-        rows: number of rows of the batch, divided by `even_rows`.
+        rows: number of rows of the batch.
+        held: rows of each rank; () for those of `even_rows`.
 
     >>> chunk_of(14, UnevenRanks(3, rows=7), 1)
     (6, 4)
     """
 
     rows: int
+    held: tuple[int, ...]
 
-    def __new__(cls, ranks: int, rows: int) -> UnevenRanks:
+    def __new__(cls, ranks: int, rows: int, held: tuple[int, ...] = ()) -> UnevenRanks:
         made = super().__new__(cls, ranks)
-        made.rows = rows
+        made.rows, made.held = rows, held
         return made
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
-        return int(self), self.rows
+    def __getnewargs__(self) -> tuple[int, int, tuple[int, ...]]:  # type: ignore[override]
+        return int(self), self.rows, self.held
 
 
 def can_cut(size: int, parts: int, interleave: int = 1) -> bool:
@@ -137,7 +140,7 @@ def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
     (9, 1)
     """
     if isinstance(parts, UnevenRanks):
-        held, each = even_rows(parts.rows, parts), rows // parts.rows
+        held, each = parts.held or even_rows(parts.rows, parts), rows // parts.rows
         return sum(held[:part]) * each, held[part] * each
     step = -(-rows // parts)
     begin = min(step * part, rows)
@@ -160,3 +163,21 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     (3, 3, 2, 2)
     """
     return tuple(rows // parts + (part < rows % parts) for part in range(parts))
+
+
+@lru_cache(maxsize=256)
+def proportional_rows(rows: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Rows of each part, in proportion to the shares and at least one.
+
+    The last of the parts to end, at speeds in proportion to the shares, ends as soon as it can.
+
+    >>> proportional_rows(10, (2.0, 1.0))
+    (7, 3)
+    """
+    held, parts = [max(1, int(rows * share / sum(shares))) for share in shares], range(len(shares))
+    while sum(held) < rows:
+        held[min(parts, key=lambda part: (held[part] + 1) / shares[part])] += 1
+    while sum(held) > rows:
+        several = (part for part in parts if held[part] > 1)
+        held[max(several, key=lambda part: held[part] / shares[part])] -= 1
+    return tuple(held)

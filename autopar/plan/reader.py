@@ -26,6 +26,7 @@ AGAIN = "Make the plan again with autopar.plan."
 P = TypeVar("P", bound=PlanSpec)
 MODEL_AXES = ("tp", "cp", "ep")
 ADDED: dict[str, Any] = {
+    "row_shares": (),
     "reduce_precision": None,
     "parameter_dtypes": [],
     "search": None,
@@ -114,6 +115,8 @@ def _check_parameters(plan: PlanSpec) -> None:
                 raise FieldError(f"{path}[{index}][1]", f"is {text!r}: {wanted}")
     if missing := set(names).difference(name for name, _ in plan.placements):
         raise FieldError("$.placements", f"lacks {min(missing)!r} of $.parameter_bytes")
+    if plan.row_shares and (len(plan.row_shares) != plan.dp_size or min(plan.row_shares) <= 0):
+        raise FieldError("$.row_shares", f"must be {plan.dp_size} positive shares, or none")
     _check_unique("$.changed", plan.changed)
     _check_names("$.changed", names, plan.changed)
     sharded = {name for table in placed.values() for name, text in table if text != "R"}

@@ -75,6 +75,7 @@ class PlanSpec:
         optimizer_state_ratio: bytes of optimizer state per byte of parameter.
         memory_cap: memory limit of a rank, in bytes; None for no limit.
         placements: placement of each parameter along the data axis between steps.
+        row_shares: share of the batch's rows of each data-parallel rank; () for equal ones.
         changed: frozen parameters that the forward changes; replicated like buffers.
         partitions: partition of the model along each model-parallel axis, in this order.
         pipeline: pipeline stages and their schedule; None without a pipeline.
@@ -116,6 +117,7 @@ class PlanSpec:
     optimizer_state_ratio: Amount = 2.0
     memory_cap: Positive | None = None
     placements: tuple[tuple[str, str], ...] = ()
+    row_shares: tuple[Amount, ...] = ()
     changed: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None

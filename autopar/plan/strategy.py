@@ -75,6 +75,9 @@ class Strategy:
             `compile(lossy=...)`.
         search: axes whose sizes the planner may choose if they are None: any of "pp", "tp", "cp",
             "ep" and "dp_shard".
+        balance: "measured" to divide the rows of the batch in proportion to the ranks' measured
+            speeds, "even" for equal rows; None measures only if the planner measures anyway, and
+            divides by speed if ranks differ by more than 5 %.
         placements: placement of parameters by name pattern, along tp, or ep without tp; or a
             mapping of axes to placements.
         keep_sharded: whether parameters in `placements` are used as shards and never gathered.
@@ -105,6 +108,7 @@ class Strategy:
     reduce_precision: Literal["bf16"] | None = None
     lossy: tuple[str, ...] = ()
     search: tuple[str, ...] = ()
+    balance: Literal["measured", "even"] | None = None
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
     keep_sharded: bool = False
     sequence_parallel: bool = True
@@ -305,6 +309,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "reduce_precision": lambda name, value: choice(name, value, REDUCE_PRECISIONS),
     "lossy": _lossy,
     "search": _search,
+    "balance": lambda name, value: choice(name, value, ("measured", "even")),
     "placements": _placements,
     "keep_sharded": flag,
     "sequence_parallel": flag,

@@ -29,7 +29,6 @@ from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.placement import even_rows
 from autopar.ir.roles import Output
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.layout import Layout
@@ -278,7 +277,7 @@ class ExecutionContext:
         """
         assert self.plan is not None
         plan, graph = self.plan, with_axes(captured.graph, self.plan)
-        rows = even_rows(shard.slices.rows, shard.slices.count)[0] if rows_of(graph) else 0
+        rows = shard.slices.sizes[0] if rows_of(graph) else 0
         is_uneven = rows * shard.slices.count != shard.slices.rows
         partitions = {partition.axis: partition for partition in plan.partitions}
 
@@ -328,7 +327,8 @@ class ExecutionContext:
 
     def call_key(self, shard: BatchShard) -> tuple[Any, ...]:
         """Everything that distinguishes a kind of call."""
-        called = (*shard.call.key, shard.slices.rows, shard.slices.count, shard.slices.over_time)
+        slices = shard.slices
+        called = (*shard.call.key, slices.rows, slices.count, slices.over_time, slices.held)
         return (*called, *self._mode_key)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import reduce
 from typing import Any, Self
 
@@ -17,9 +18,11 @@ from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Shard, even_rows, proportional_rows
 from autopar.plan.layout import Layout
+from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
@@ -29,6 +32,24 @@ from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.process_groups import explaining_comm_errors, rank
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.states.module_states import StatefulModule
+
+
+def why_not_balanced(plan: Plan) -> StrategyError | None:
+    """The error that rows under a plan cannot be divided by speed, None if they can."""
+    obstacles = {
+        "stages or shards of the model (pp, tp, cp, ep)": plan.dp_size < plan.world_size,
+        "micro-batches, which are equal": plan.pipeline is not None,
+        "batch='local', where each rank brings its rows": plan.batch == "local",
+        "local batch_semantics": plan.batch_semantics == "local",
+    }
+    stuck = next((text for text, holds in obstacles.items() if holds), None)
+    if stuck is None:
+        return None
+    return StrategyError(
+        f"rows cannot be divided by speed under {stuck}: use ddp or ZeRO with batch='global', or "
+        "leave balance='measured' and rebalance() out"
+    )
+
 
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 """Checks a module and the flattened arguments of a call before it runs, or raises."""
@@ -59,6 +80,47 @@ class DistributedModule(StatefulModule):
     def data_parallel_rank(self) -> int:
         """Index among these ranks; ranks that share a model have the same one."""
         return self._options.dp_rank(rank())
+
+    @property
+    def row_shares(self) -> tuple[float, ...]:
+        """Share of a batch's rows of each data-parallel rank; () for equal ones."""
+        return self._options.row_shares
+
+    def own_rows(self, rows: int) -> slice:
+        """The rows that this rank takes of a global batch, for targets used outside of it."""
+        ranks, index = self._options.dp_size, self.data_parallel_rank
+        held = proportional_rows(rows, self.row_shares) if self.row_shares else None
+        held = held or even_rows(rows, ranks)
+        return slice(sum(held[:index]), sum(held[: index + 1]))
+
+    def rebalance(self) -> tuple[float, ...]:
+        """Divides the rows of later batches by the speeds seen in the last training steps.
+
+        All ranks call this at once, between two steps. Parameters stay where they are.
+
+        Returns:
+            The share of each data-parallel rank.
+
+        Raises:
+            StrategyError: the plan has no rows to divide, or no step was seen.
+        """
+        if self.plan is None:
+            raise StrategyError("rebalance() needs a plan, and steps under it: train first")
+        if (reason := why_not_balanced(self.plan)) is not None:
+            raise reason
+        per_row = gather_objects(self._watch.seconds_per_row, "divides rows anew")
+        if not all(each > 0.0 for each in per_row):
+            raise StrategyError("rebalance() needs training steps to judge speeds by: train first")
+        self.divide_rows(tuple(round(min(per_row) / each, 3) for each in per_row))
+        return self.row_shares
+
+    def divide_rows(self, shares: tuple[float, ...]) -> None:
+        """Divides the rows of later batches in these shares, the same on every rank."""
+        assert self.plan is not None
+        self.plan = self._context.plan = replace(self.plan, row_shares=shares)
+        self._context.options = replace(self._options, row_shares=shares)
+        self._watch.steps.clear()
+        self._watch.start = None
 
     @property
     def ranks_of_rows(self) -> list[int]:
@@ -116,6 +178,21 @@ class DistributedModule(StatefulModule):
         self._wrapped[0].requires_grad_(requires_grad)
         return self
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last training steps on this rank, to log; reads no other rank.
+
+        A step lasts from one training call to the next. Times and rates are medians of the last
+        32 steps. A figure that is unknown is left out: docs/metrics.md lists them all.
+        """
+        predicted = None if self.plan is None else self.plan.prediction
+        sees_waits = self._context.device.type == "cpu" and self._options.backend == "eager"
+        return self._watch.metrics(
+            predicted,
+            self._context.device,
+            self._options.ranks,
+            sees_waits=sees_waits and not self._fallback,
+        )
+
     # Calls.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +201,7 @@ class DistributedModule(StatefulModule):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         self.check_not_gathered()
+        self._watch.begin(trains=torch.is_grad_enabled())
         if not self._was_called and self._options.ranks > 1:
             check_not_wrapped()
             self._was_called = True
@@ -162,6 +240,7 @@ class DistributedModule(StatefulModule):
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
         shard = self._batch_shard(leaves, structure)
+        self._watch.take(shard)
         if self._fallback:
             return self._run_fallback(shard)
         assert self._executor is not None

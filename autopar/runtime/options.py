@@ -26,6 +26,7 @@ class Options:
         max_programs: number of programs to keep.
         cuda_graphs: whether programs are replayed as CUDA graphs.
         static: keyword arguments whose values forward reads in Python.
+        row_shares: share of the batch's rows of each data-parallel rank; () for equal ones.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -41,6 +42,7 @@ class Options:
     max_programs: int = MAX_PROGRAMS
     cuda_graphs: bool = False
     static: tuple[str, ...] = ()
+    row_shares: tuple[float, ...] = ()
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:

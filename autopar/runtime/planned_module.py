@@ -44,6 +44,7 @@ from autopar.runtime.process_groups import make_groups, make_mesh, rank
 from autopar.runtime.rng import RandomStream, keep_random_state
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.user_class import specialized
+from autopar.runtime.watch.steps import StepWatch
 
 CaptureFunction = Callable[[int, int, int], Capture]
 """Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches."""
@@ -68,6 +69,7 @@ OWN_ATTRIBUTES = {
     "before_first_training_call",
     "_executor",
     "_num_gathered",
+    "_watch",
 }
 """Attributes of the wrapper itself; all others are the model's."""
 
@@ -119,7 +121,7 @@ class PlannedModule(nn.Module):
         self._deferred: DeferredValues | None = None
         infos, stream = dict(parameters), RandomStream(options, device)
         self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
-        self._protocol = Protocol.of(model)
+        self._protocol, self._watch = Protocol.of(model), StepWatch()
         self._executor: SpmdExecutor | PipelineExecutor | None = None
 
     @property
@@ -219,7 +221,10 @@ class PlannedModule(nn.Module):
         """Makes the mesh of a plan, distributes the parameters and makes the executor."""
         context = self._context
         options = replace(
-            self._options, model_parallel_size=plan.model_parallel_size, pp_size=plan.pp_size
+            self._options,
+            model_parallel_size=plan.model_parallel_size,
+            pp_size=plan.pp_size,
+            row_shares=plan.row_shares,
         )
         if options != self._options:
             context.options, context.rng = options, RandomStream(options, context.device)
@@ -305,7 +310,7 @@ class PlannedModule(nn.Module):
                 part = local_part(parameter.detach()).clone()  # without gradient, as torch's copies
                 memo[id(parameter)] = parameter_like(parameter, in_layout_of(parameter, part))
         for name, value in self.__dict__.items():
-            if name not in ("_context", "_executor", "_protocol", "_deferred"):
+            if name not in ("_context", "_executor", "_protocol", "_deferred", "_watch"):
                 is_shared = name in SHARED_BY_COPIES
                 made.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
         context, protocol, model = self._context, self._protocol, made._wrapped[0]
@@ -318,7 +323,7 @@ class PlannedModule(nn.Module):
         )
         made._context.guards = context.guards.copy_for(model)
         made._protocol = None if protocol is None else protocol.of_copy()
-        made._deferred, made._executor = None, made._new_executor()
+        made._deferred, made._executor, made._watch = None, made._new_executor(), StepWatch()
         if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
             made._executor.programs = self._executor.programs
         return made
@@ -360,6 +365,7 @@ class PlannedModule(nn.Module):
             rank=index,
             ranks=ranks,
             static=options.static,
+            shares=options.row_shares,
         )
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:

@@ -15,6 +15,7 @@ from autopar.errors import CommunicationError
 from autopar.ir.mesh_levels import mesh_of
 from autopar.runtime.group_cache import mesh_over
 from autopar.runtime.lost_peers import is_lost_peer
+from autopar.runtime.watch.hang import where_ranks_are
 
 
 def make_mesh(
@@ -63,7 +64,7 @@ def explaining_comm_errors(operation: str) -> Iterator[None]:
         if not is_lost_peer(error):
             raise
         raise CommunicationError(
-            f"rank {rank()}: a collective failed in {operation}: another rank died, raised "
-            "an error or left. Look for the first error among all ranks' output. "
+            f"a collective failed in {operation}: {where_ranks_are()}. Perhaps another rank died, "
+            "raised an error or left. Look for the first error among all ranks' output. "
             f"({str(error).splitlines()[0]}){advice_for_hangs()}"
         ) from error

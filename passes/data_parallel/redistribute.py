@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import tensors
-from autopar.ir.placement import Partial, Placement, Replicate, Shard, even_rows
+from autopar.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
 from autopar.passes.core.node_builder import aten
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter
@@ -187,8 +187,8 @@ class BatchRedistributor(RedistributeEmitter):
     def _gather_uneven(self, value: fx.Node, shard: Shard, whole: tuple[int, ...]) -> fx.Node:
         """Gathers slices padded to the rows of the largest, and drops the padding."""
         slices = self.slices
-        sizes = even_rows(slices.rows, slices.count)
-        most, full = sizes[0], slices.rows % slices.count
+        sizes = slices.sizes
+        most, full = max(sizes), slices.rows % slices.count
         split, dim = slices.split_shape(whole, shard)
         local = self.view(value, [*split[:dim], slices.local_units, *split[dim + 1 :]])
         order = [dim, *(d for d in range(len(split)) if d != dim)]
@@ -198,13 +198,18 @@ class BatchRedistributor(RedistributeEmitter):
         front = self.op(aten.constant_pad_nd.default, front, pads)
         every = self.start(start_all_gather, front, [slices.count * most])
         table = self.view(every, [slices.count, most, *rest])
-        first = self.op(aten.slice.Tensor, table, 0, 0, full)
-        others = self.op(aten.slice.Tensor, table, 0, full, slices.count)
-        others = self.op(aten.slice.Tensor, others, 1, 0, most - 1)
-        parts = [
-            self.view(first, [full * most, *rest]),
-            self.view(others, [(slices.count - full) * (most - 1), *rest]),
-        ]
+        if slices.held:
+            rows = [self.op(aten.select.int, table, 0, part) for part in range(slices.count)]
+            pairs = zip(rows, sizes, strict=True)
+            parts = [self.op(aten.slice.Tensor, row, 0, 0, size) for row, size in pairs]
+        else:
+            first = self.op(aten.slice.Tensor, table, 0, 0, full)
+            others = self.op(aten.slice.Tensor, table, 0, full, slices.count)
+            others = self.op(aten.slice.Tensor, others, 1, 0, most - 1)
+            parts = [
+                self.view(first, [full * most, *rest]),
+                self.view(others, [(slices.count - full) * (most - 1), *rest]),
+            ]
         joined = self.op(aten.cat.default, parts)
         back = [*range(1, dim + 1), 0, *range(dim + 1, len(split))]
         return self.view(self.op(aten.permute.default, joined, back), list(whole))

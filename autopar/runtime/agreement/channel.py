@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from autopar._torch import default_store
 from autopar.common.groups import advice_for_hangs, gloo_group
 from autopar.errors import CommunicationError, DisagreementError
 from autopar.runtime.agreement.record import (
@@ -29,9 +27,8 @@ from autopar.runtime.agreement.record import (
     differences,
     encode,
 )
-
-PEER_REPLY_S = 1.5
-"""Seconds that a rank whose wait failed listens for the other ranks' events."""
+from autopar.runtime.watch.collective_log import LOG
+from autopar.runtime.watch.hang import watch, where_ranks_are
 
 
 @dataclass(frozen=True)
@@ -86,16 +83,17 @@ class Channel:
         record = torch.from_numpy(np.array(own, dtype=np.int64))
         table = np.empty((self.size, len(own)), dtype=np.int64)
         rows = list(torch.from_numpy(table).unbind())
-        with self._explaining_failed_wait(event):
+        with explaining_failed_wait():
             work = dist.all_gather(rows, record, group=self.group, async_op=True)
 
         def finish() -> Exchanged:
-            with self._explaining_failed_wait(event):
+            records_of = f"the records of all ranks (it {event})"
+            with explaining_failed_wait(), LOG.waiting(records_of):
                 work.wait()
                 records = table.tolist()
             if any(r[0] != own[0] or r[HEADER_NUMBERS:] != own[HEADER_NUMBERS:] for r in records):
                 self._check_equal(event, entries, records)
-            with self._explaining_failed_wait(event):
+            with explaining_failed_wait():
                 payloads = self._gather_payloads(payload, [r[1] for r in records])
             exchanged = Exchanged(payloads, [r[2:HEADER_NUMBERS] for r in records])
             if then is not None:
@@ -129,7 +127,7 @@ class Channel:
         if same_event and not differing:
             return
         text = json.dumps([event, *(entries[place].text for place in differing)]).encode()
-        with self._explaining_failed_wait(event):
+        with explaining_failed_wait():
             sizes = self._gather(torch.tensor([len(text)]))[:, 0].tolist()
             texts = [json.loads(own) for own in self._gather_payloads(text, sizes)]
         if not same_event:
@@ -140,46 +138,18 @@ class Channel:
         ]
         raise entries[next(iter(differing))].error("\n".join(lines))
 
-    @contextlib.contextmanager
-    def _explaining_failed_wait(self, event: str) -> Iterator[None]:
-        """Turns a failed wait into a CommunicationError with the ranks that did not come."""
-        start = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            waited_s = time.monotonic() - start
-            waiting = self._waiting_ranks(event)
-            absent = sorted(set(range(self.size)) - set(waiting))
-            others = "".join(
-                f" Rank {rank} waits too: it {what}."
-                for rank, what in waiting.items()
-                if rank != self.rank
-            )
-            who = f"rank(s) {absent} did not come" if absent else "the connection broke"
-            raise CommunicationError(
-                f"rank {self.rank} {event} and waited {waited_s:.1f} s for the other ranks; {who}: "
-                "another rank died, raised an error, left its loop early, or is busy with "
-                f"something else.{others} Look for the first error among all ranks' output. "
-                f"({str(error).splitlines()[0]}){advice_for_hangs()}"
-            ) from error
 
-    def _waiting_ranks(self, event: str) -> dict[int, str]:
-        """The ranks whose wait failed in this exchange, with their events.
-
-        Ranks report their failed wait in torch's default store, which may have died with its rank.
-        """
-        found = {self.rank: event}
-        with contextlib.suppress(RuntimeError):
-            store = default_store()
-            prefix = f"autopar/{self.group.group_name}/{self.num_exchanges}"
-            store.set(f"{prefix}/{self.rank}", event)
-            deadline = time.monotonic() + PEER_REPLY_S
-            while len(found) < self.size and time.monotonic() < deadline:
-                for rank in set(range(self.size)) - set(found):
-                    if store.check([f"{prefix}/{rank}"]):
-                        found[rank] = store.get(f"{prefix}/{rank}").decode()
-                time.sleep(0.05)
-        return dict(sorted(found.items()))
+@contextlib.contextmanager
+def explaining_failed_wait() -> Iterator[None]:
+    """Turns a failed wait into a CommunicationError that says where all ranks are."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{where_ranks_are()}. Perhaps another rank died, raised an error, left its loop "
+            "early, or is busy. Look for the first error among all ranks' output. "
+            f"({str(error).splitlines()[0]}){advice_for_hangs()}"
+        ) from error
 
 
 _CURRENT: tuple[weakref.ref[dist.ProcessGroup], Channel] | None = None
@@ -194,6 +164,7 @@ def channel() -> Channel | None:
     assert world is not None
     if _CURRENT is None or _CURRENT[0]() is not world:
         _CURRENT = weakref.ref(world), _open(world)
+        watch(world)
     return _CURRENT[1]
 
 

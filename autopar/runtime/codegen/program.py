@@ -48,6 +48,7 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.bindings import use_bindings
 from autopar.runtime.codegen.ranges import range_names, with_ranges
 from autopar.runtime.codegen.recorder import BoxedFunction, Recorder
+from autopar.runtime.watch.collective_log import log_waits
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -220,8 +221,10 @@ def generate(
 ) -> CompiledGraph:
     """A lowered graph with its function, which frees each argument after its last use."""
     module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
+    axes: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         if "_c10d_functional" in str(node.target) and node.args[-1] in options.groups:
+            axes[node] = node.args[-1]
             node.args = (*node.args[:-1], options.groups[node.args[-1]])
     for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default  # kernels may return other strides than fake tensors
@@ -237,6 +240,8 @@ def generate(
     if collective is not None:  # so late, the exchange overlaps with compute
         with module.graph.inserting_before(collective):
             module.graph.call_function(finish_exchange)
+    if options.comm_backend == "gloo":
+        log_waits(module.graph, axes)
     use_bindings(module.graph)
     run = _locating_errors(_with_profiled_twin(module, graph), graph)
     return CompiledGraph(graph, record(run) if record else run, donated)

@@ -67,7 +67,7 @@ class PipelineExecutor:
         pipeline, rows = self.plan.pipeline, shard.rows
         assert pipeline is not None
         count = pipeline.micro_batches
-        if rows * shard.slices.count != shard.slices.rows:
+        if not shard.slices.is_even:
             count = 1
         elif rows < pipeline.rows:
             count = gcd(count, rows)

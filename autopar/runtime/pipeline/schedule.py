@@ -27,6 +27,7 @@ from autopar.ir.roles import StageInput, StageOutput
 from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.pipeline.stage import Stage, StageCall, Values
 from autopar.runtime.process_groups import explaining_comm_errors
+from autopar.runtime.watch.collective_log import LOG
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class Schedule:
             stage.pending.clear()  # other calls may have run since
         if self.group is None:
             return self._run_on_one_rank()
-        with explaining_comm_errors("a pipeline"):
+        with (
+            explaining_comm_errors("a pipeline"),
+            LOG.waiting("a transfer between pipeline stages"),
+        ):
             self._runtime._step_microbatches()
         return None
 
@@ -126,18 +130,24 @@ class _TorchStage(PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
         received = self.activations.pop(fwd_chunk_id, {})
-        self.activations[fwd_chunk_id] = self.stage.forward(fwd_chunk_id, received)
+        with LOG.busy(f"a transfer after the forward of {self._work(fwd_chunk_id)}"):
+            self.activations[fwd_chunk_id] = self.stage.forward(fwd_chunk_id, received)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, *_: Any, full_backward: bool = True, **__: Any
     ) -> None:
         received = self.gradients.pop(bwd_chunk_id, {})
-        self.gradients[bwd_chunk_id] = self.stage.backward(bwd_chunk_id, received)
-        if full_backward:
-            self.stage.weight_backward(bwd_chunk_id)
+        with LOG.busy(f"a transfer after the backward of {self._work(bwd_chunk_id)}"):
+            self.gradients[bwd_chunk_id] = self.stage.backward(bwd_chunk_id, received)
+            if full_backward:
+                self.stage.weight_backward(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        self.stage.weight_backward(bwd_chunk_id)
+        with LOG.busy(f"a transfer after the weights' backward of {self._work(bwd_chunk_id)}"):
+            self.stage.weight_backward(bwd_chunk_id)
+
+    def _work(self, micro: int) -> str:
+        return f"micro-batch {micro} on stage {self.stage_index}"
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Does nothing: the last backward reduces."""

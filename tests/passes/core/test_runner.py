@@ -66,7 +66,7 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     graph = run_passes(two_layers().graph(0), passes)
     assert graph.history == (
         "captured from TwoLayers",
-        "partition_batch(slices=BatchSlices(count=2, index=0, rows=4, over_time=False), "
+        "partition_batch(slices=BatchSlices(count=2, index=0, rows=4, over_time=False, held=()), "
         "has_batch_dim=(True,), whole_outputs=())",
         "assign_batch_axis(axis='dp')",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "

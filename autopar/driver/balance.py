@@ -1,0 +1,71 @@
+"""`balanced`: a plan whose ranks take rows of the batch in proportion to their speeds."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch
+
+from autopar.planner.machine import ranks_of
+from autopar.planner.problem import PlanningProblem
+from autopar.planner.search.measure_problem import needs_machine
+from autopar.report.plan import Plan
+from autopar.runtime.agreement.consensus import gather_objects, run_on_all_ranks
+from autopar.runtime.module import why_not_balanced
+
+ROUNDS = 3
+"""Measurements, in each of which the same ranks must be slower."""
+
+REPEATS = 8
+"""Products of a round; the fastest counts."""
+
+WIDTH = {"cpu": 384, "cuda": 4096}
+"""Width of the square matrices that are multiplied, by type of device."""
+
+EQUAL = 1.05
+"""Ratio of speeds up to which ranks count as equal."""
+
+
+def balanced(plan: Plan, problem: PlanningProblem) -> Plan:
+    """The plan with shares of rows by measured speed; all ranks call this at once.
+
+    Raises:
+        StrategyError: balance="measured" is asked for, and the plan has no rows to divide.
+    """
+    balance, reason = problem.strategy.balance, why_not_balanced(plan)
+    if balance == "even" or plan.world_size == 1:
+        return plan
+    if balance is None:
+        on_cpu = problem.device.type == "cpu"
+        crowded = on_cpu and ranks_of(live=True).sharing > (os.cpu_count() or 1)
+        if crowded or reason is not None or not needs_machine(problem, live=True):
+            return plan
+    if reason is not None:
+        raise reason
+    times = run_on_all_ranks(lambda: [fastest_product(problem.device) for _ in range(ROUNDS)])
+    return replace(plan, row_shares=shares_of(gather_objects(times)))
+
+
+def fastest_product(device: torch.device) -> float:
+    """Seconds of a matrix product, while all other ranks compute too."""
+    width = WIDTH.get(device.type, WIDTH["cpu"])
+    a, found = torch.ones(width, width, device=device), []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        float((a @ a)[0, 0])  # waits for the device
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def shares_of(times: list[list[float]]) -> tuple[float, ...]:
+    """Shares of rows from the times of each rank's rounds; () where ranks are equal.
+
+    Ranks must differ in every round, since a neighbour may disturb a single one.
+    """
+    rounds = list(zip(*times, strict=True))
+    if any(max(times) <= EQUAL * min(times) for times in rounds):
+        return ()
+    speeds = [1.0 / sorted(own)[len(own) // 2] for own in times]
+    return tuple(round(speed / max(speeds), 3) for speed in speeds)

@@ -1,0 +1,116 @@
+"""`CollectiveLog`: the last waits of this process for other ranks, in a ring buffer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import source_line
+
+MAX_WAITS = 256
+"""Waits that the ring buffer holds."""
+
+_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A finished wait.
+
+    Attributes:
+        what: the collective, its mesh axis and the user's line.
+        start: seconds of `time.perf_counter` at which this rank began to wait.
+        end: seconds at which the wait was over.
+    """
+
+    what: str
+    start: float
+    end: float
+
+
+@dataclass
+class CollectiveLog:
+    """Waits of this process for other ranks.
+
+    Attributes:
+        waited_s: seconds of all waits so far.
+        num_waits: number of all waits so far.
+        waits: (what, start, end) of the last `MAX_WAITS` waits.
+        current: (what, start) of the wait in progress.
+    """
+
+    waited_s: float = 0.0
+    num_waits: int = 0
+    waits: deque[tuple[str, float, float]] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
+    current: tuple[str, float] | None = None
+
+    def start(self, what: str) -> None:
+        self.current = what, perf_counter()
+
+    def finish(self) -> None:
+        """Ends the wait in progress; after a failed one, it stays for the error's text."""
+        end = perf_counter()
+        if self.current is not None:
+            what, start = self.current
+            self.waited_s += end - start
+            self.num_waits += 1
+            self.waits.append((what, start, end))
+            self.current = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        self.start(what)
+        yield
+        self.finish()
+
+    @contextlib.contextmanager
+    def busy(self, then: str) -> Iterator[None]:
+        """Ends the wait in progress for some work, and starts to wait in `then` after it."""
+        self.finish()
+        yield
+        self.start(then)
+
+    def last(self) -> list[Wait]:
+        """The last waits, the oldest first."""
+        return [Wait(*each) for each in list(self.waits)]
+
+
+LOG = CollectiveLog()
+"""The waits of this process."""
+
+
+def wait_logged(tensor: Any, what: str) -> Any:
+    """`wait_tensor` that the log sees."""
+    LOG.start(what)
+    result = _wait_tensor(tensor)
+    LOG.finish()
+    return result
+
+
+def log_waits(graph: fx.Graph, axes: dict[fx.Node, str]) -> None:
+    """Replaces the waits of a graph on a host by logged ones, in place.
+
+    Args:
+        graph: lowered graph.
+        axes: name of the mesh axis of each collective.
+    """
+    for node in graph.find_nodes(op="call_function", target=_wait_tensor):
+        start = node.args[0]
+        while isinstance(start, fx.Node) and start not in axes:
+            start = start.args[0]
+        if isinstance(start, fx.Node):
+            node.target, node.args = wait_logged, (node.args[0], describe(start, axes[start]))
+
+
+def describe(node: fx.Node, axis: str) -> str:
+    """The collective of a node, its mesh axis, and the user's line or the block it serves."""
+    name = str(node.target).split(".")[1].removesuffix("_")
+    where = source_line(node) or str(node.meta.get("block") or "")
+    return f"{name} over {axis}" + (f", {where}" if where else f" ({node.name})")

@@ -1,0 +1,176 @@
+"""`where_ranks_are`: after a failed wait, the ranks say through torch's store where they are.
+
+A thread of each rank answers for it. It asks the store only while its rank makes no progress, so
+that training pays nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+from torch import distributed as dist
+
+from autopar._torch import Store, default_store
+from autopar.common.notices import is_inside
+from autopar.runtime.watch.collective_log import LOG
+
+POLL_S = 0.4
+"""Seconds between two looks of the thread."""
+
+IDLE_S = 1.5
+"""Seconds without progress after which the thread listens for questions."""
+
+REPLY_S = 1.5
+"""Seconds in which the other ranks answer."""
+
+SAME_QUESTION_S = 5.0
+"""Seconds in which a rank uses the answers to another rank's question."""
+
+_QUESTIONS = "autopar/hang"
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Place of a rank in its program.
+
+    Attributes:
+        wait: collective that it waits in, "" if in none.
+        seconds: seconds since it began to wait, or since its last wait.
+        line: line of the user's code that it runs, "" if unknown.
+        last: its last finished wait.
+    """
+
+    wait: str
+    seconds: float
+    line: str
+    last: str
+
+    @staticmethod
+    def here() -> Whereabouts:
+        """Place of this rank, read from any of its threads."""
+        now, current, waits = time.perf_counter(), LOG.current, LOG.last()
+        last = waits[-1].what if waits else ""
+        since = current[1] if current else waits[-1].end if waits else now
+        return Whereabouts(current[0] if current else "", now - since, user_line(), last)
+
+    def __str__(self) -> str:
+        where = f" at {self.line}" if self.line else ""
+        if self.wait:
+            return f"waits in {self.wait} for {self.seconds:.0f} s{where}"
+        after = f", {self.seconds:.0f} s after {self.last}" if self.last else ""
+        return f"is{where or ' elsewhere'}{after}"
+
+
+def user_line() -> str:
+    """The line of the user's code that the main thread runs, as `file:line in function`."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if not (code.co_filename.startswith((*_LIBRARIES, "<")) or is_inside(frame)):
+            file = code.co_filename.removeprefix(f"{os.getcwd()}{os.sep}")
+            return f"{file}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+class Watcher(threading.Thread):
+    """Answers other ranks' questions where this rank is, as long as the world lives.
+
+    Attributes:
+        answered: number and time of the last question that it answered, None before.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, store: Store) -> None:
+        super().__init__(name="autopar-watcher", daemon=True)
+        self._world, self._store, self._rank = weakref.ref(world), store, dist.get_rank()
+        self._next, self._ended = 0, threading.Event()
+        self.answered: tuple[int, float] | None = None
+
+    def run(self) -> None:
+        seen, since = LOG.num_waits, time.monotonic()
+        while not self._ended.wait(POLL_S) and self._world() is dist.group.WORLD:
+            if LOG.num_waits != seen:
+                seen, since = LOG.num_waits, time.monotonic()
+            elif time.monotonic() - since >= IDLE_S:
+                try:
+                    self._answer()
+                except RuntimeError:  # the store is gone, and the run with it
+                    return
+
+    def end(self) -> None:
+        """Ends the thread before the interpreter does, which must not meet it in the store."""
+        self._ended.set()
+        self.join(REPLY_S)
+
+    def ask(self) -> dict[int, Whereabouts]:
+        """Places of the ranks that answer, by rank."""
+        store, recent = self._store, time.monotonic() - SAME_QUESTION_S
+        question = store.add(f"{_QUESTIONS}/count", 0) - 1  # another rank's
+        if question < self._next and (self.answered is None or self.answered[1] < recent):
+            question = store.add(f"{_QUESTIONS}/count", 1) - 1
+            store.set(f"{_QUESTIONS}/{question}", str(self._rank))
+        ranks, found = range(dist.get_world_size()), dict[int, Whereabouts]()
+        deadline = time.monotonic() + REPLY_S
+        while len(found) < len(ranks) and time.monotonic() < deadline:
+            self._answer()
+            for rank in set(ranks) - set(found):
+                if store.check([key := f"{_QUESTIONS}/{question}/{rank}"]):
+                    found[rank] = Whereabouts(**json.loads(store.get(key)))
+            time.sleep(0.05)
+        return dict(sorted(found.items()))
+
+    def _answer(self) -> None:
+        """Answers all open questions."""
+        while self._store.check([f"{_QUESTIONS}/{self._next}"]):
+            here = json.dumps(asdict(Whereabouts.here()))
+            self._store.set(f"{_QUESTIONS}/{self._next}/{self._rank}", here)
+            self.answered = self._next, time.monotonic()
+            self._next += 1
+
+
+_WATCHER: Watcher | None = None
+
+
+@atexit.register
+def _end() -> None:
+    if _WATCHER is not None:
+        _WATCHER.end()
+
+
+def watch(world: dist.ProcessGroup) -> None:
+    """Starts the thread of this rank."""
+    global _WATCHER
+    _WATCHER = Watcher(world, default_store())
+    _WATCHER.start()
+
+
+def where_ranks_are() -> str:
+    """Sentences on where each rank is, after a wait of this rank has failed."""
+    found: Mapping[int, Whereabouts] = {}
+    if _WATCHER is not None and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the store may have died with its rank
+            found = _WATCHER.ask()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = found.get(rank) or Whereabouts.here()
+    waiting = [r for r, each in found.items() if each.wait or r == rank]
+    absent = sorted(set(range(size)) - set(waiting))
+    lines = [f"rank {rank} {own}"]
+    lines += [f"rank {r} {found[r]}" for r in waiting if r != rank]
+    if absent:
+        lines.append(f"rank(s) {absent} did not come")
+    lines += [f"rank {r} {found[r]}" for r in absent if r in found]
+    if silent := [r for r in absent if r not in found]:
+        lines.append(f"rank(s) {silent} do not answer: ended, stopped or cut off")
+    return "; ".join(lines)

@@ -1,0 +1,110 @@
+"""Unequal ranks: two ranks on a core each, one of them shared with a busy neighbour.
+
+Blocks of steps alternate between all divisions of the rows, the even one, the one of
+`balance="measured"` and the one of `rebalance()` among them. The best is found by exhaustion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.ir.placement import proportional_rows
+from benchmarks.launch import free_port
+from benchmarks.models import GPT
+
+VOCABULARY, WIDTH, TOKENS, LAYERS = 256, 128, 64, 4
+
+
+def burn(core: int) -> None:
+    """The neighbour: takes half of a core, as long as its parent lives."""
+    os.sched_setaffinity(0, {core})
+    parent = os.getppid()
+    while os.getppid() == parent:
+        pass
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    model(ids, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begin
+
+
+def train(rank: int, port: int, rows: int, rounds: int, pipe: Any) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(VOCABULARY, (rows, TOKENS))
+    net = GPT(LAYERS, VOCABULARY, tied=False, width=WIDTH, heads=4)
+    strategy = autopar.Strategy(zero=0, balance="measured")
+    model = autopar.compile(net, strategy=strategy, example_inputs=(ids, ids))
+    optimizer = torch.optim.AdamW(model.parameters())
+    measured = proportional_rows(rows, model.row_shares or (1.0, 1.0))[0]
+    for _ in range(10):
+        step(model, optimizer, ids)
+    seen = proportional_rows(rows, model.rebalance())[0]
+    times: dict[int, list[float]] = {first: [] for first in range(1, rows)}
+    for number in range(rounds + 1):
+        for first, found in times.items():
+            model.divide_rows((float(first), float(rows - first)))
+            block = [step(model, optimizer, ids) for _ in range(3)][1:]
+            if number:  # the first round makes the programs
+                found += block
+    medians = {first: statistics.median(found) for first, found in times.items()}
+    best = min(medians, key=medians.__getitem__)
+    named = {"even": rows // 2, "measured": measured, "rebalanced": seen, "best": best}
+    result: dict[str, Any] = {"rows": rows, "rows_of_rank_0": named}
+    result["step_ms"] = {name: round(1e3 * medians[n], 2) for name, n in named.items()}
+    result["over_best"] = {name: round(medians[n] / medians[best], 3) for name, n in named.items()}
+    result["all_ms"] = {str(n): round(1e3 * value, 2) for n, value in medians.items()}
+    if rank == 0:
+        pipe.send(result)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    port, cores = free_port(), sorted(os.sched_getaffinity(0))
+    neighbour = context.Process(target=burn, args=(cores[1],), daemon=True)
+    arguments = port, given.rows, given.rounds, theirs
+    ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(2)]
+    for process in (neighbour, *ranks):
+        process.start()
+    result = ours.recv() | {"torch": torch.__version__}
+    for process in ranks:
+        process.join()
+    neighbour.kill()
+    print(json.dumps(result, indent=1))
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

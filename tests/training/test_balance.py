@@ -1,0 +1,129 @@
+"""Rows divided by speed: exact as even rows are, from a plan, measured or seen while training."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.driver.balance import shares_of
+from autopar.ir.placement import proportional_rows
+from autopar.runtime.module import DistributedModule
+from tests.harness.worlds import Raised, run
+
+ROWS, STEPS = 7, 3
+
+
+class Coupled(torch.nn.Module):
+    """Batch norm and an attention over rows: rows of all ranks meet, twice in a gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(4, 8, bias=False), torch.nn.BatchNorm1d(8)
+        self.down = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.up(x)).relu()
+        mixed = (hidden @ hidden.T).softmax(-1) @ hidden
+        return (self.down(mixed) - y).square().mean()
+
+
+def train(model: Any, shares: tuple[tuple[float, ...], ...]) -> list[torch.Tensor]:
+    """Losses of some steps, then the parameters; rows are divided anew before each step."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 2)
+        if isinstance(model, DistributedModule):
+            model.divide_rows(shares[step])
+        loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    if isinstance(model, DistributedModule):
+        return [*found, *model.full_state_dict().values()]
+    return [*found, *model.state_dict().values()]
+
+
+def deviation(rank: int, world_size: int, *, strategy: str) -> float:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = Coupled()
+    inputs = torch.randn(ROWS, 4), torch.randn(ROWS, 2)
+    torch.manual_seed(0)
+    model = autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs)
+    expected = train(plain, ())
+    shares = (3.0, 1.0, 1.0), (1.0, 5.0, 2.0), ()
+    found = train(model, shares)
+    errors = [
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return max(errors)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_divided_rows_are_exact(strategy: str) -> None:
+    assert max(run(deviation, 3, strategy=strategy)) < 1e-9
+
+
+def rebalance(rank: int, world_size: int) -> tuple[tuple[float, ...], list[int]]:
+    """Rank 1 is busy for twice as long for each of its rows."""
+    inputs = torch.ones(9, 4), torch.ones(9, 2)
+    model = autopar.compile(Coupled(), strategy="ddp", example_inputs=inputs)
+    for _ in range(5):
+        model(*inputs).backward()
+        rows = model.own_rows(9)
+        deadline = (rows.stop - rows.start) * (0.04 if rank else 0.02)
+        time.sleep(deadline)
+    shares = model.rebalance()
+    model(*inputs).backward()
+    rows = model.own_rows(9)
+    assert autopar.Plan.from_dict(model.plan.to_dict()).row_shares == shares  # type: ignore
+    return shares, [rows.start, rows.stop]
+
+
+@pytest.mark.slow
+def test_rebalance_by_the_speeds_seen() -> None:
+    (shares, first), (same, second) = run(rebalance, 2)
+    assert shares == same
+    assert shares[0] == 1.0
+    assert 0.35 < shares[1] < 0.75
+    assert first in ([0, 5], [0, 6])
+    assert second == [first[1], 9]
+
+
+def refuse(rank: int, world_size: int) -> None:
+    strategy = autopar.Strategy(tp=2, balance="measured")
+    inputs = torch.ones(4, 4), torch.ones(4, 2)
+    autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs)
+
+
+def test_rows_that_cannot_be_divided() -> None:
+    for answer in run(refuse, 2, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type == "StrategyError"
+
+
+def measured(rank: int, world_size: int) -> int:
+    strategy = autopar.Strategy(zero=0, balance="measured")
+    inputs = torch.ones(8, 4), torch.ones(8, 2)
+    model = autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs)
+    model(*inputs).backward()
+    return len(range(8)[model.own_rows(8)])
+
+
+def test_measured_shares_cover_the_batch() -> None:
+    assert sum(run(measured, 2)) == 8
+
+
+def test_shares() -> None:
+    assert shares_of([[1.0, 1.0, 1.0], [2.0, 2.1, 1.9]]) == (1.0, 0.5)
+    assert shares_of([[1.0, 1.0, 1.0], [2.0, 1.01, 2.0]]) == ()  # equal in one round
+    for rows in range(3, 20):
+        held = proportional_rows(rows, (1.0, 0.5, 0.1))
+        assert sum(held) == rows
+        assert min(held) >= 1
+    assert proportional_rows(10, (1.0, 1.0, 1.0)) == (4, 3, 3)
