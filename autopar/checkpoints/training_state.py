@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from autopar.checkpoints.position import DataPosition
 from autopar.checkpoints.random_state import RandomState
 from autopar.common.notices import warn_once
+from autopar.common.world import rank
 from autopar.errors import CheckpointError, LossyWarning, NumericsWarning
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
-from autopar.runtime.process_groups import rank
 
 # A flat optimizer state suits every plan: ranks of a pipeline have different parameters.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.common.world import rank
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.options import Options
-from autopar.runtime.process_groups import rank
 
 
 def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
