@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import check_call_agrees, make_problem, take_over
+from autopar.errors import StrategyError
 from autopar.plan.spec import check_plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.search.mesh_search import ReportProgress
@@ -37,6 +39,8 @@ from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.codegen.cuda_graphs import check_machine, check_strategy
+from autopar.runtime.local_steps.groups import Groups
+from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Options
 from autopar.runtime.planned_module import check_not_compiled
@@ -133,36 +137,68 @@ def compile(
     check(**arguments)
     device = device_of(model, device)
     ranks = ensure_process_group(device, world_size, timeout_s)
+    given = SimpleNamespace(**arguments)
+    fixed = Strategy.of(strategy)
+    if fixed.local_steps is None:
+        return _compile(given, device, ranks)
+    if verify:
+        raise StrategyError(
+            "verify compares with one device, and local steps train otherwise: leave verify out"
+        )
+    groups = Groups.of(fixed, ranks, device)
+    given.strategy = replace(fixed, sync_every=None, outer=None, dp_shard=None)
+    with groups.as_world():
+        module = _compile(given, device, groups.size, partial(LocalStepsModule.of, fixed, groups))
+    module.start_rounds()
+    return module
+
+
+def _compile(given: Any, device: torch.device, ranks: int, kind: Any = DistributedModule) -> Any:
+    """A module of a kind for the ranks of the world; `given` has the arguments of `compile`."""
+    model, plan = given.model, given.plan
     parameters = take_over(model)
-    recorder = profiler(optimizer, device)
-    autocast = precision_of(precision)
-    if plan is not None and precision is None and plan.precision is not None:
+    recorder = profiler(given.optimizer, device)
+    autocast = precision_of(given.precision)
+    if plan is not None and given.precision is None and plan.precision is not None:
         autocast = getattr(torch, plan.precision)
-    comm_backend = backend_of(device)
-    problem = make_problem(arguments, parameters, ranks, device, autocast, cluster, comm_backend)
+    comm_backend, arguments = backend_of(device), vars(given)
+    problem = make_problem(
+        arguments, parameters, ranks, device, autocast, given.cluster, comm_backend
+    )
     check_call_agrees(problem, arguments)
     if plan is not None:
         run_on_all_ranks(lambda: check_plan(plan, model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
-    if cuda_graphs:
+    if given.cuda_graphs:
         check_machine(device, comm_backend, ranks)
         check_strategy(fixed)
-    sizes = fixed.model_parallel_size, fixed.pp_size
-    local = fixed.batch_semantics == "local"
-    chosen = batch, loss_fn, autocast, backend, ranks, *sizes
-    options = Options(*chosen, recorder, local, max_programs, cuda_graphs, tuple(static))
-    fallback = fallback and not cuda_graphs
-    planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
+    options = Options(
+        batch=given.batch,
+        loss_fn=given.loss_fn,
+        precision=autocast,
+        backend=given.backend,
+        ranks=ranks,
+        model_parallel_size=fixed.model_parallel_size,
+        pp_size=fixed.pp_size,
+        recorder=recorder,
+        local=fixed.batch_semantics == "local",
+        max_programs=given.max_programs,
+        cuda_graphs=given.cuda_graphs,
+        static=tuple(given.static),
+    )
+    fallback = given.fallback and not given.cuda_graphs
+    planner = LivePlanner(problem, plan, fallback, given.time_limit_s, given.trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
-    module = DistributedModule(model, parameters, device, options, *hooks)
+    module = kind(model, parameters, device, options, *hooks)
     may_shard = problem.strategy.zero != 0 or options.model_parallel_size > 1
-    late = plan is None and example_inputs is None and (may_shard or bool(problem.strategy.search))
-    module.broadcast_parameters(replicated_dtensors=late, init_fn=init_fn)
-    if example_inputs is not None:
-        module.plan_for(*flattened(example_inputs))
+    is_late = plan is None and given.example_inputs is None
+    is_late = is_late and (may_shard or bool(problem.strategy.search))
+    module.broadcast_parameters(replicated_dtensors=is_late, init_fn=given.init_fn)
+    if given.example_inputs is not None:
+        module.plan_for(*module.own_rows(*flattened(given.example_inputs)))
     elif plan is not None:
         module.apply_plan(planner.agreed(plan))
-    if verify:
+    if given.verify:
         module.before_first_training_call = partial(verify_first_call, compile)
     return module
 

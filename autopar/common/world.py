@@ -15,8 +15,8 @@ _CURRENT: ContextVar[dist.ProcessGroup | None] = ContextVar("world", default=Non
 
 
 @contextlib.contextmanager
-def as_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Makes a group the world of this thread inside the context."""
+def as_world(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Makes a group, or all running ranks for None, the world of this thread inside."""
     token = _CURRENT.set(group)
     try:
         yield

@@ -26,6 +26,8 @@ class Options:
         max_programs: number of programs to keep.
         cuda_graphs: whether programs are replayed as CUDA graphs.
         static: keyword arguments whose values forward reads in Python.
+        groups: number of groups of ranks that step apart.
+        group: this rank's group.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -41,6 +43,8 @@ class Options:
     max_programs: int = MAX_PROGRAMS
     cuda_graphs: bool = False
     static: tuple[str, ...] = ()
+    groups: int = 1
+    group: int = 0
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:

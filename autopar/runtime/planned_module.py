@@ -69,11 +69,12 @@ OWN_ATTRIBUTES = {
     "before_first_training_call",
     "_executor",
     "_num_gathered",
+    "_groups",
 }
 """Attributes of the wrapper itself; all others are the model's."""
 
 
-SHARED_BY_COPIES = {"plan", "mesh", "_make_plan", "_make_fallback"}
+SHARED_BY_COPIES = {"plan", "mesh", "_groups", "_make_plan", "_make_fallback"}
 
 
 class PlannedModule(nn.Module):

@@ -28,9 +28,10 @@ class RandomStream:
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.shared = options.model_parallel_size > 1
-        self.count = options.ranks // options.model_parallel_size
+        self.count = options.groups * options.ranks // options.model_parallel_size
         self.is_separate = self.count > 1 or self.shared
-        self.index = rank() // options.model_parallel_size if options.ranks > 1 else 0
+        index = options.group * options.ranks + (rank() if options.ranks > 1 else 0)
+        self.index = index // options.model_parallel_size
         self.device = device
         self.state: torch.Tensor | None = None
 
