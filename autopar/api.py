@@ -23,23 +23,27 @@ import torch
 from torch import nn
 
 from autopar.arguments import check, precision_of, priced_precision
-from autopar.capture.call import flattened
+from autopar.capture.call import flattened, last_part
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.groups import backend_of
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
+from autopar.driver.local_steps import part_of, with_local_steps
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import check_call_agrees, make_problem, take_over
 from autopar.errors import StrategyError
+from autopar.plan.outer import LocalSteps
 from autopar.plan.spec import check_plan
 from autopar.plan.strategy import Strategy
+from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
 from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
 from autopar.runtime.codegen.cuda_graphs import check_machine, check_strategy
-from autopar.runtime.local_steps.groups import Groups
+from autopar.runtime.local_steps.groups import Groups, group_size
 from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Options
@@ -49,6 +53,12 @@ from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
 
 Batch = Literal["global", "local"]
+_PLANNED = (
+    "example_inputs", "loss_fn", "optimizer", "strategy", "memory", "batch", "precision",
+    "reduce_precision", "lossy", "backend", "time_limit_s",
+)  # fmt: skip
+"""Arguments of `compile` that `plan` takes too."""
+
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -106,8 +116,8 @@ def compile(
             `plan`, or none.
         reduce_precision: "bf16" to reduce gradients in bf16, unlike on one device; None for
             the dtype of the parameters.
-        lossy: gradient compressions allowed where they are faster: True for bf16 and int8, or a
-            list such as ["int8", "powersgd(rank=4)"].
+        lossy: gradient compressions and local steps allowed where they are faster: True for bf16
+            and int8, or a list such as ["int8", "diloco(steps=50)"] (docs/slow-links.md).
         backend: "eager", or a backend of torch.compile such as "inductor".
         cuda_graphs: replay forward and backward as CUDA graphs, on GPUs, without pipelines
             and without `fallback` (docs/gpus.md).
@@ -138,19 +148,44 @@ def compile(
     device = device_of(model, device)
     ranks = ensure_process_group(device, world_size, timeout_s)
     given = SimpleNamespace(**arguments)
-    fixed = Strategy.of(strategy)
-    if fixed.local_steps is None:
+    fixed = Strategy.of(strategy).allowing(lossy)
+    size: int | None = None
+    local = fixed.local_steps
+    if plan is not None:
+        local = None if plan.local_steps is None else plan.local_steps.local
+        size = plan.world_size
+    elif fixed.may_sync and local is None and ranks > 1:
+        size, local = _allowed_steps(given, ranks, device)
+    if local is None:
         return _compile(given, device, ranks)
     if verify:
         raise StrategyError(
             "verify compares with one device, and local steps train otherwise: leave verify out"
         )
-    groups = Groups.of(fixed, ranks, device)
-    given.strategy = replace(fixed, sync_every=None, outer=None, dp_shard=None)
+    groups = Groups.of(local, size or group_size(fixed, ranks), ranks, device)
+    given.strategy = replace(fixed, sync_every=None, outer=None, dp_shard=None, may_sync=())
+    given.lossy = False
+    given.cluster = cluster and part_of(cluster, groups.size)
     with groups.as_world():
-        module = _compile(given, device, groups.size, partial(LocalStepsModule.of, fixed, groups))
+        module = _compile(given, device, groups.size, partial(LocalStepsModule.of, local, groups))
     module.start_rounds()
     return module
+
+
+def _allowed_steps(
+    given: Any, ranks: int, device: torch.device
+) -> tuple[int | None, LocalSteps | None]:
+    """Ranks of a group and the local steps that a plan by rank 0 takes, or None twice."""
+    if given.example_inputs is None:
+        raise StrategyError(
+            f"lossy={given.lossy!r}: local steps are chosen before the first call: give compile "
+            "example_inputs=, or Strategy(sync_every=...)"
+        )
+    options = {name: getattr(given, name) for name in _PLANNED}
+    options["cluster"] = given.cluster or measure(device=device)
+    found = broadcast_from_rank0(lambda: plan(given.model, ranks, **options))
+    steps = found.local_steps
+    return (None, None) if steps is None else (found.world_size, steps.local)
 
 
 def _compile(given: Any, device: torch.device, ranks: int, kind: Any = DistributedModule) -> Any:
@@ -238,7 +273,15 @@ def plan(
     problem = make_problem(
         arguments, parameters, world_size, device, autocast, machine, comm_backend
     )
-    made = plan_offline(problem, model, example_inputs, autocast, loss_fn, time_limit_s, progress)
+    rest = autocast, loss_fn, time_limit_s, progress
+    made = plan_offline(problem, model, example_inputs, *rest)
+    if problem.strategy.may_sync:
+
+        def plan_group(own: PlanningProblem, groups: int) -> Plan:
+            inputs = example_inputs if batch == "local" else last_part(example_inputs, groups)
+            return plan_offline(own, model, inputs, *rest)
+
+        made = with_local_steps(made, problem, plan_group)
     return replace(made, notes=(*notes, *made.notes))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from autopar.common.checks import argument_error, choice, count, demand, flag, number, short_repr
+from autopar.common.documents import Ranks, Seconds
 from autopar.errors import StrategyError
 
 
@@ -131,3 +132,27 @@ class LocalSteps:
         except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
             wanted = f"write {', '.join(NAMED)} with their steps, as in 'diloco(steps=50)'"
             raise argument_error(name, text, wanted) from error
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """Local steps of a plan, whose mesh is that of one group.
+
+    Attributes:
+        local: steps that groups take apart, and their averaging.
+        groups: number of groups.
+        round_s: predicted seconds of an average, which a round waits for; None if not predicted.
+    """
+
+    local: LocalSteps
+    groups: Ranks
+    round_s: Seconds | None = None
+
+    def __str__(self) -> str:
+        local, outer = self.local, self.local.outer
+        text = f"{self.groups} groups step apart and average every {local.sync_every} steps"
+        waits = ""
+        if self.round_s is not None:
+            each = self.round_s / local.sync_every
+            waits = f": {self.round_s * 1e3:.1f} ms a round, {each * 1e3:.1f} ms a step"
+        return f"{text} ({outer}), which is lossy{waits}"

@@ -55,15 +55,19 @@ def main() -> int:
     add("--every", type=int, default=10, help="optimizer steps between averages")
     add("--rows", type=int, default=24, help="of the global batch")
     add("--seq", type=int, default=128)
-    add("--json", type=Path, help="write the figures here")
+    add("--json", type=Path, help="file of the figures; those of the same setting are kept")
     given = parser.parse_args()
     options = {name: getattr(given, name) for name in ("steps", "every", "rows", "seq")}
+    setting = {**options, "nodes": given.nodes, "rate": given.rate}
     results = []
-    for name in given.contenders:
+    if given.json and given.json.exists():
+        known = json.loads(given.json.read_text())
+        results = known["results"] if known["setting"] == setting else []
+    done = [each["contender"] for each in results]
+    for name in (name for name in given.contenders if name not in done):
         results.append(run(name, options, given.nodes, given.rate))
         print(json.dumps(results[-1]), flush=True)
         if given.json:
-            setting = {**options, "nodes": given.nodes, "rate": given.rate}
             save(given.json, {**about(), "setting": setting, "results": results})
     wide_console().print(table(results))
     return 0

@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from autopar.common.world import as_world
 from autopar.errors import StrategyError
+from autopar.plan.outer import LocalSteps
 from autopar.plan.strategy import Strategy
 from autopar.runtime.agreement.consensus import assert_same_across_ranks, gather_objects
 from autopar.runtime.group_cache import group_of
@@ -36,23 +37,28 @@ class Groups:
     peers: dist.ProcessGroup
 
     @staticmethod
-    def of(strategy: Strategy, ranks: int, device: torch.device) -> Groups:
-        """The groups of a strategy with local steps; all running ranks call this at once.
+    def of(local: LocalSteps, size: int, ranks: int, device: torch.device) -> Groups:
+        """Groups of `size` ranks for these local steps; all running ranks call this at once.
 
         Raises:
             StrategyError: the ranks do not divide into several groups of equal size.
             DisagreementError: ranks have other strategies.
         """
-        told = strategy.local_steps, strategy.dp_shard
         if ranks > 1:
-            assert_same_across_ranks({"local steps": told}, "Give every rank the same strategy.")
-        size = _size_of(strategy, ranks)
+            told = {"local steps": (local, size)}
+            assert_same_across_ranks(told, "Give every rank the same strategy.")
+        if size >= ranks or ranks % size:
+            raise StrategyError(
+                f"sync_every={local.sync_every}: {ranks} rank(s) do not divide into several groups "
+                f"of {size} that step apart. Give dp_shard=..., the data-parallel ranks of a "
+                "group, instead of all ranks of a node, or leave sync_every out."
+            )
         parts = [tuple(range(first, first + size)) for first in range(0, ranks, size)]
         peers = [tuple(range(place, ranks, size)) for place in range(size)]
         index, _ = divmod(dist.get_rank(), size)
         groups = (group_of(device, tuple(each)) for each in (parts, peers))
         made = Groups(size, len(parts), index, *groups)
-        drawn = strategy.local_steps and strategy.local_steps.outer.participants
+        drawn = local.outer.participants
         if drawn and drawn > made.count:
             raise StrategyError(f"participants={drawn}: there are {made.count} groups")
         return made
@@ -62,21 +68,19 @@ class Groups:
         return as_world(self.own)
 
 
-def _size_of(strategy: Strategy, ranks: int) -> int:
-    """Number of ranks of a group: those under `dp_shard`, or of a node."""
-    model_ranks = strategy.model_parallel_size * strategy.pp_size
-    how = "give dp_shard=..., the data-parallel ranks of a group"
+def group_size(strategy: Strategy, ranks: int) -> int:
+    """Number of ranks of a group: those under `dp_shard`, or of a node.
+
+    Raises:
+        StrategyError: nodes have different numbers of ranks.
+    """
     if strategy.dp_shard is not None:
-        size, what = model_ranks * strategy.dp_shard, f"groups of {strategy.dp_shard} data ranks"
-    else:
-        hosts = gather_objects(socket.gethostname()) if ranks > 1 else [""]
-        sizes = {len(list(own)) for _, own in groupby(hosts)}
-        if len(sizes) > 1:
-            raise StrategyError(f"sync_every: nodes have {sorted(sizes)} ranks, not equally many")
-        (size,), what = sizes, "one node is a group"
-    if size >= ranks or ranks % size:
+        return strategy.model_parallel_size * strategy.pp_size * strategy.dp_shard
+    hosts = gather_objects(socket.gethostname()) if ranks > 1 else [""]
+    sizes = {len(list(own)) for _, own in groupby(hosts)}
+    if len(sizes) > 1:
         raise StrategyError(
-            f"sync_every={strategy.sync_every}: {ranks} rank(s) do not divide into several groups "
-            f"that step apart ({what}): {how}, or leave sync_every out"
+            f"sync_every: a group is a node, and nodes have {sorted(sizes)} ranks: give "
+            "dp_shard=..., the data-parallel ranks of a group"
         )
-    return size
+    return sizes.pop()

@@ -18,8 +18,7 @@ from autopar.common.containers import flatten
 from autopar.common.notices import warn_once
 from autopar.common.world import as_world
 from autopar.errors import LossyWarning, StrategyError
-from autopar.plan.outer import LocalSteps
-from autopar.plan.strategy import Strategy
+from autopar.plan.outer import LocalSteps, PlannedSteps
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
 from autopar.runtime.local_steps.groups import Groups
@@ -52,18 +51,16 @@ class LocalStepsModule(DistributedModule):
 
     @classmethod
     def of(
-        cls, strategy: Strategy, groups: Groups, model: nn.Module, *rest: Any
+        cls, local: LocalSteps, groups: Groups, model: nn.Module, *rest: Any
     ) -> LocalStepsModule:
-        """The module of a strategy with local steps; `rest` are arguments of `PlannedModule`."""
-        local = strategy.local_steps
-        assert local is not None
+        """A module whose groups take local steps; `rest` are arguments of `PlannedModule`."""
         rest = tuple(
             replace(x, groups=groups.count, group=groups.index) if isinstance(x, Options) else x
             for x in rest
         )
         made = cls(model, *rest)
         made._local_steps, made._groups = local, groups
-        made._make_plan = partial(plan_of_first_group, groups, made._make_plan)
+        made._make_plan = partial(plan_of_first_group, local, groups, made._make_plan)
         warn_once(
             LossyWarning,
             f"training differs from one device: {groups.count} groups of {groups.size} rank(s) "
@@ -193,7 +190,7 @@ class LocalStepsModule(DistributedModule):
         return made
 
 
-def plan_of_first_group(groups: Groups, make: MakePlan, *arguments: Any) -> Plan:
+def plan_of_first_group(local: LocalSteps, groups: Groups, make: MakePlan, *arguments: Any) -> Plan:
     """The plan that group 0 makes of a call, on all ranks: measured times differ."""
 
     def make_own() -> Plan:
@@ -202,7 +199,8 @@ def plan_of_first_group(groups: Groups, make: MakePlan, *arguments: Any) -> Plan
 
     with as_world(None):
         own = run_on_all_ranks(make_own)
-        return broadcast_from_rank0(lambda: own)
+        plan = broadcast_from_rank0(lambda: own)
+    return replace(plan, local_steps=PlannedSteps(local, groups.count))
 
 
 def _in_group(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def compiled(rank: int, world_size: int, which: str) -> None:
 @pytest.mark.parametrize(
     ("which", "error", "told"),
     [
-        ("no slow axis", "StrategyError", "one node is a group"),
+        ("no slow axis", "StrategyError", "instead of all ranks of a node"),
         ("uneven", "StrategyError", "do not divide into several groups"),
         ("too many", "StrategyError", "there are 2 groups"),
         ("ranks differ", "DisagreementError", "local steps"),
