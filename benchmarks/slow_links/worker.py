@@ -24,7 +24,7 @@ from examples.train_gpt import GPT, batch, read_stdlib, validation_loss
 LR = 2e-3
 
 
-def through_gloo(state: Any, bucket: Any) -> Any:
+def through_gloo(state, bucket):  # DDP rejects annotations that are text
     """Runs torch's bf16 hook, which DDP refuses by its name without NCCL."""
     return bf16_compress_hook(state, bucket)
 

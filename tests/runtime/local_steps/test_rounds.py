@@ -212,3 +212,79 @@ def synchronous(rank: int, world_size: int) -> None:
 
 def test_a_round_at_every_step_is_data_parallelism() -> None:
     run(synchronous, 2)
+
+
+def compressed(rank: int, world_size: int) -> list[Values]:
+    """The state after one round of plain changes, and of compressed ones."""
+    found = []
+    for compress in (None, "bf16", "int8"):
+        with shared_captures("gpt", f64):
+            model, optimizer = make(2, Outer(compress=compress), PLAIN_SGD)
+            train(model, optimizer, batches(MODELS["gpt"], range(2), 12, f64))
+        found.append(model.full_state_dict())
+    return found
+
+
+def test_compressed_changes_leave_groups_equal() -> None:
+    start = MODELS["gpt"].make().to(f64).state_dict()
+    first, *others = run(compressed, 3)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            close(mine, theirs, 0)
+    for exact, bound in zip(first[1:], (2**-7, 2**-6), strict=True):
+        change = sum((first[0][n] - start[n]).abs().sum() for n in start)
+        lost = sum((first[0][n] - exact[n]).abs().sum() for n in start)
+        assert 0 < lost < bound * change
+
+
+def pipelined(rank: int, world_size: int) -> Values:
+    with shared_captures("gpt", f64):
+        model, optimizer = make(2, "diloco", ADAMW, pp=2, micro_batches=2)
+        train(model, optimizer, batches(MODELS["gpt"], range(4), 12, f64))
+    return model.full_state_dict()
+
+
+@pytest.mark.slow
+def test_groups_of_stages() -> None:
+    want = simulated(2, 2, "diloco", 4, 12)[0]
+    for got in run(pipelined, 4):
+        close(got, want, 1e-9)
+
+
+class Untraceable(nn.Module):
+    """A model that runs as it is, since its Python reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * (2.0 if x.sum().item() > 0 else 1.0)).square().mean()
+
+
+def started_late(rank: int, world_size: int) -> list[Tensor]:
+    """Models on the meta device, and such that cannot be captured, begin and end alike."""
+    torch.manual_seed(rank)
+    strategy = fixed(0, sync_every=2, dp_shard=1)
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    deferred = autopar.compile(
+        plain, strategy=strategy, device="cpu", loss_fn=nn.functional.mse_loss
+    )
+    fallen = autopar.compile(Untraceable(), strategy=strategy, batch="local")
+    x, y = torch.randn(4, 4), torch.randn(4, 1)
+    for model, given in ((deferred, (x, y)), (fallen, (x,))):
+        optimizer = None
+        for _ in range(2):
+            loss = model(*given)
+            optimizer = optimizer or PLAIN_SGD(model.parameters())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for m in (deferred, fallen) for p in m.parameters()]
+
+
+def test_groups_begin_alike_however_the_model_starts() -> None:
+    first, second = run(started_late, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(p.abs().sum() > 0 for p in first)
