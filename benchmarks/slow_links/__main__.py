@@ -20,7 +20,7 @@ from benchmarks.slow_links.contenders import NAMES
 BASE = "ddp"
 
 
-def run(name: str, options: dict[str, int], nodes: int, rate: str) -> dict[str, Any]:
+def run(name: str, options: dict[str, Any], nodes: int, rate: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Network(nodes, rate) as network:
         answer = Path(folder, "answer.json")
         module = [sys.executable, "-m", "benchmarks.slow_links.worker"]
@@ -55,9 +55,10 @@ def main() -> int:
     add("--every", type=int, default=10, help="optimizer steps between averages")
     add("--rows", type=int, default=24, help="of the global batch")
     add("--seq", type=int, default=128)
+    add("--lr", type=float, default=2e-3, help="of AdamW")
     add("--json", type=Path, help="file of the figures; those of the same setting are kept")
     given = parser.parse_args()
-    options = {name: getattr(given, name) for name in ("steps", "every", "rows", "seq")}
+    options = {name: getattr(given, name) for name in ("steps", "every", "rows", "seq", "lr")}
     setting = {**options, "nodes": given.nodes, "rate": given.rate}
     results = []
     if given.json and given.json.exists():

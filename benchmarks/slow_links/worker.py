@@ -21,8 +21,6 @@ from benchmarks.cluster.network import sent_bytes
 from benchmarks.slow_links.contenders import DDP, LOCAL
 from examples.train_gpt import GPT, batch, read_stdlib, validation_loss
 
-LR = 2e-3
-
 
 def through_gloo(state, bucket):  # DDP rejects annotations that are text
     """Runs torch's bf16 hook, which DDP refuses by its name without NCCL."""
@@ -45,12 +43,12 @@ def make(name: str, every: int, seq: int) -> nn.Module:
     return autopar.compile(plain, strategy=strategy, batch="local", fallback=False)
 
 
-def train(name: str, steps: int, every: int, rows: int, seq: int) -> dict[str, Any]:
+def train(name: str, steps: int, every: int, rows: int, seq: int, lr: float) -> dict[str, Any]:
     """Train, and return figures of rank 0."""
     text, held_out = read_stdlib()
     model = make(name, every, seq)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    optimizer = AdamW(model.parameters(), lr=LR)
+    optimizer = AdamW(model.parameters(), lr=lr)
 
     def own_rows(seed: int) -> tuple[Tensor, Tensor]:
         x, y = batch(text, rows, seq, seed)
