@@ -28,6 +28,7 @@ from autopar.errors import (
 )
 from autopar.ir.placement import Replicate, Shard
 from autopar.offload.optimizer import OffloadedOptimizer
+from autopar.plan.outer import Outer
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
@@ -57,6 +58,7 @@ __all__ = [
     "OffloadError",
     "OffloadedOptimizer",
     "OutOfMemoryError",
+    "Outer",
     "PassError",
     "Plan",
     "PlanError",

@@ -16,27 +16,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autopar.arguments import check, precision_of, priced_precision
-from autopar.capture.call import flattened
+from autopar.capture.call import flattened, last_part
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.groups import backend_of
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.live import LivePlanner
+from autopar.driver.local_steps import part_of, with_local_steps
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import check_call_agrees, make_problem, take_over
+from autopar.errors import StrategyError
+from autopar.plan.outer import LocalSteps
 from autopar.plan.spec import check_plan
 from autopar.plan.strategy import Strategy
+from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
 from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
 from autopar.runtime.codegen.cuda_graphs import check_machine, check_strategy
+from autopar.runtime.local_steps.groups import Groups, group_size
+from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Options
 from autopar.runtime.planned_module import check_not_compiled
@@ -45,6 +53,12 @@ from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
 
 Batch = Literal["global", "local"]
+_PLANNED = (
+    "example_inputs", "loss_fn", "optimizer", "strategy", "memory", "batch", "precision",
+    "reduce_precision", "lossy", "backend", "time_limit_s",
+)  # fmt: skip
+"""Arguments of `compile` that `plan` takes too."""
+
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -102,8 +116,8 @@ def compile(
             `plan`, or none.
         reduce_precision: "bf16" to reduce gradients in bf16, unlike on one device; None for
             the dtype of the parameters.
-        lossy: gradient compressions allowed where they are faster: True for bf16 and int8, or a
-            list such as ["int8", "powersgd(rank=4)"].
+        lossy: gradient compressions and local steps allowed where they are faster: True for bf16
+            and int8, or a list such as ["int8", "diloco(steps=50)"] (docs/slow-links.md).
         backend: "eager", or a backend of torch.compile such as "inductor".
         cuda_graphs: replay forward and backward as CUDA graphs, on GPUs, without pipelines
             and without `fallback` (docs/gpus.md).
@@ -133,36 +147,93 @@ def compile(
     check(**arguments)
     device = device_of(model, device)
     ranks = ensure_process_group(device, world_size, timeout_s)
+    given = SimpleNamespace(**arguments)
+    fixed = Strategy.of(strategy).allowing(lossy)
+    size: int | None = None
+    local = fixed.local_steps
+    if plan is not None:
+        local = None if plan.local_steps is None else plan.local_steps.local
+        size = plan.world_size
+    elif fixed.may_sync and local is None and ranks > 1:
+        size, local = _allowed_steps(given, ranks, device)
+    if local is None:
+        return _compile(given, device, ranks)
+    if verify:
+        raise StrategyError(
+            "verify compares with one device, and local steps train otherwise: leave verify out"
+        )
+    groups = Groups.of(local, size or group_size(fixed, ranks), ranks, device)
+    given.strategy = replace(fixed, sync_every=None, outer=None, dp_shard=None, may_sync=())
+    given.lossy = False
+    given.cluster = cluster and part_of(cluster, groups.size)
+    with groups.as_world():
+        module = _compile(given, device, groups.size, partial(LocalStepsModule.of, local, groups))
+    module.start_rounds()
+    return module
+
+
+def _allowed_steps(
+    given: Any, ranks: int, device: torch.device
+) -> tuple[int | None, LocalSteps | None]:
+    """Ranks of a group and the local steps that a plan by rank 0 takes, or None twice."""
+    if given.example_inputs is None:
+        raise StrategyError(
+            f"lossy={given.lossy!r}: local steps are chosen before the first call: give compile "
+            "example_inputs=, or Strategy(sync_every=...)"
+        )
+    options = {name: getattr(given, name) for name in _PLANNED}
+    options["cluster"] = given.cluster or measure(device=device)
+    found = broadcast_from_rank0(lambda: plan(given.model, ranks, **options))
+    steps = found.local_steps
+    return (None, None) if steps is None else (found.world_size, steps.local)
+
+
+def _compile(given: Any, device: torch.device, ranks: int, kind: Any = DistributedModule) -> Any:
+    """A module of a kind for the ranks of the world; `given` has the arguments of `compile`."""
+    model, plan = given.model, given.plan
     parameters = take_over(model)
-    recorder = profiler(optimizer, device)
-    autocast = precision_of(precision)
-    if plan is not None and precision is None and plan.precision is not None:
+    recorder = profiler(given.optimizer, device)
+    autocast = precision_of(given.precision)
+    if plan is not None and given.precision is None and plan.precision is not None:
         autocast = getattr(torch, plan.precision)
-    comm_backend = backend_of(device)
-    problem = make_problem(arguments, parameters, ranks, device, autocast, cluster, comm_backend)
+    comm_backend, arguments = backend_of(device), vars(given)
+    problem = make_problem(
+        arguments, parameters, ranks, device, autocast, given.cluster, comm_backend
+    )
     check_call_agrees(problem, arguments)
     if plan is not None:
         run_on_all_ranks(lambda: check_plan(plan, model, parameters.values(), ranks))
     fixed = problem.strategy if plan is None else plan
-    if cuda_graphs:
+    if given.cuda_graphs:
         check_machine(device, comm_backend, ranks)
         check_strategy(fixed)
-    sizes = fixed.model_parallel_size, fixed.pp_size
-    local = fixed.batch_semantics == "local"
-    chosen = batch, loss_fn, autocast, backend, ranks, *sizes
-    options = Options(*chosen, recorder, local, max_programs, cuda_graphs, tuple(static))
-    fallback = fallback and not cuda_graphs
-    planner = LivePlanner(problem, plan, fallback, time_limit_s, trials, recorder)
+    options = Options(
+        batch=given.batch,
+        loss_fn=given.loss_fn,
+        precision=autocast,
+        backend=given.backend,
+        ranks=ranks,
+        model_parallel_size=fixed.model_parallel_size,
+        pp_size=fixed.pp_size,
+        recorder=recorder,
+        local=fixed.batch_semantics == "local",
+        max_programs=given.max_programs,
+        cuda_graphs=given.cuda_graphs,
+        static=tuple(given.static),
+    )
+    fallback = given.fallback and not given.cuda_graphs
+    planner = LivePlanner(problem, plan, fallback, given.time_limit_s, given.trials, recorder)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
-    module = DistributedModule(model, parameters, device, options, *hooks)
+    module = kind(model, parameters, device, options, *hooks)
     may_shard = problem.strategy.zero != 0 or options.model_parallel_size > 1
-    late = plan is None and example_inputs is None and (may_shard or bool(problem.strategy.search))
-    module.broadcast_parameters(replicated_dtensors=late, init_fn=init_fn)
-    if example_inputs is not None:
-        module.plan_for(*flattened(example_inputs))
+    is_late = plan is None and given.example_inputs is None
+    is_late = is_late and (may_shard or bool(problem.strategy.search))
+    module.broadcast_parameters(replicated_dtensors=is_late, init_fn=given.init_fn)
+    if given.example_inputs is not None:
+        module.plan_for(*module.own_rows(*flattened(given.example_inputs)))
     elif plan is not None:
         module.apply_plan(planner.agreed(plan))
-    if verify:
+    if given.verify:
         module.before_first_training_call = partial(verify_first_call, compile)
     return module
 
@@ -202,7 +273,15 @@ def plan(
     problem = make_problem(
         arguments, parameters, world_size, device, autocast, machine, comm_backend
     )
-    made = plan_offline(problem, model, example_inputs, autocast, loss_fn, time_limit_s, progress)
+    rest = autocast, loss_fn, time_limit_s, progress
+    made = plan_offline(problem, model, example_inputs, *rest)
+    if problem.strategy.may_sync:
+
+        def plan_group(own: PlanningProblem, groups: int) -> Plan:
+            inputs = example_inputs if batch == "local" else last_part(example_inputs, groups)
+            return plan_offline(own, model, inputs, *rest)
+
+        made = with_local_steps(made, problem, plan_group)
     return replace(made, notes=(*notes, *made.notes))
 
 

@@ -120,7 +120,7 @@ def _optimizer(name: str, value: Any) -> None:
 
 def _lossy(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        Strategy(lossy=texts(name, value, "give True, False, or a list of methods"))
+        Strategy().allowing(texts(name, value, "give True, False, or a list of methods"))
 
 
 @cache

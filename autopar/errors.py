@@ -123,7 +123,7 @@ class FallbackWarning(AutoparWarning):
 
 
 class LossyWarning(AutoparWarning):
-    """Messages are compressed, or a compressor's state is lost."""
+    """Messages are compressed, groups of ranks step apart, or state of either is lost."""
 
 
 class MeasurementWarning(AutoparWarning):

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.checkpoints.folder import CheckpointFolder, FileSum, sums_of
 from autopar.common.groups import gloo_group
+from autopar.common.world import rank
 from autopar.errors import CheckpointError
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, gather_objects, is_multi_rank
-from autopar.runtime.process_groups import rank
 
 VALUES = "training.pt"
 """File of the step, schedules, random states and places in the data, written by rank 0."""

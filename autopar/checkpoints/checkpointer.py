@@ -19,6 +19,7 @@ from autopar.checkpoints.preemption import Preemption
 from autopar.checkpoints.training_state import TrainingState
 from autopar.common.checks import count
 from autopar.common.notices import warn_once
+from autopar.common.world import rank
 from autopar.errors import BatchError, CheckpointError, CheckpointWarning, StrategyError
 from autopar.runtime.agreement.consensus import (
     broadcast_from_rank0,
@@ -26,7 +27,6 @@ from autopar.runtime.agreement.consensus import (
     is_multi_rank,
 )
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.process_groups import rank
 
 
 class Checkpointer:

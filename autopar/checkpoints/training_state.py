@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from autopar.checkpoints.position import DataPosition
 from autopar.checkpoints.random_state import RandomState
 from autopar.common.notices import warn_once
+from autopar.common.world import rank
 from autopar.errors import CheckpointError, LossyWarning, NumericsWarning
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
+from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
-from autopar.runtime.process_groups import rank
 
 # A flat optimizer state suits every plan: ranks of a pipeline have different parameters.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -47,7 +48,14 @@ class TrainingState:
     data: DataPosition = field(default_factory=DataPosition)
 
     def tensors(self) -> dict[str, Any]:
-        """State of the model, the optimizers and the extra objects, without copies."""
+        """State of the model, the optimizers and the extra objects, without copies.
+
+        Groups that step apart have one each, under names of their own after the first.
+        """
+        own, group = self._own_tensors(), group_of(self.model)
+        return {f"group-{group}": own} if group else own
+
+    def _own_tensors(self) -> dict[str, Any]:
         weights, moments = get_state_dict(self.model, self.optimizers, options=OPTIONS)
         extra = {name: each.state_dict() for name, each in self.extra.items()}
         return {"model": weights, "optimizer": moments, "extra": extra}
@@ -69,16 +77,18 @@ class TrainingState:
 
     def restore(self, folder: Any, values: Mapping[str, Any]) -> None:
         """Takes over the state of a checkpoint."""
-        tensors = self.tensors()
         is_same_mesh = values["mesh"] == _mesh(self.model)
+        group = group_of(self.model) if is_same_mesh else 0  # other groups begin as the first
+        tensors = self._own_tensors()
         if not is_same_mesh and tensors["model"].pop(STATE_DICT_KEY, None) is not None:
             warn_once(
                 LossyWarning,
                 f"{folder} was saved on another mesh: what compression has left out until then is "
-                "not loaded, and starts anew",
+                "not loaded and starts anew, and so does the state of local steps",
             )
         try:
-            load(tensors, checkpoint_id=folder, no_dist=not is_multi_rank())
+            named = {f"group-{group}": tensors} if group else tensors
+            load(named, checkpoint_id=folder, no_dist=not is_multi_rank())
         except (CheckpointException, Exception) as error:
             reason = getattr(error, "failures", {}) or {0: (error,)}
             first = next(iter(reason.values()))[0]
@@ -119,8 +129,15 @@ class TrainingState:
 
 
 def _mesh(model: nn.Module) -> dict[str, int] | None:
+    """Sizes of the mesh, and the number of groups that step apart."""
     plan = model.plan if isinstance(model, DistributedModule) else None
-    return dict(plan.mesh) if plan is not None else None
+    groups = {"groups": model.rank_groups.count} if isinstance(model, LocalStepsModule) else {}
+    return {**dict(plan.mesh), **groups} if plan is not None else None
+
+
+def group_of(model: nn.Module) -> int:
+    """This rank's group of those that step apart, 0 without."""
+    return model.rank_groups.index if isinstance(model, LocalStepsModule) else 0
 
 
 def _stream(model: nn.Module) -> Any:

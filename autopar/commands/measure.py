@@ -17,11 +17,11 @@ from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import budget_s, processes, ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import default_processes, launch
+from autopar.common.world import rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
 from autopar.cost_model.measurement.sampling import ReportProgress
 from autopar.errors import StrategyError
-from autopar.runtime.process_groups import rank
 from autopar.runtime.start import ensure_process_group
 
 TIMEOUT_S = 120.0

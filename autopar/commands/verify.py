@@ -19,9 +19,9 @@ from autopar.capture.model_info import default_device, device_of
 from autopar.commands.help_text import JSON, add_command
 from autopar.commands.plan import add_strategy, strategy_of
 from autopar.commands.script import add_script, launch, load
+from autopar.common.world import rank
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
-from autopar.runtime.process_groups import rank
 from autopar.runtime.start import ensure_process_group
 
 FOLDER = "AUTOPAR_VERIFY"

@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 
 from autopar._torch import group_timeout
+from autopar.common.world import world
 
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
 _BESIDE = weakref.WeakKeyDictionary()
@@ -50,8 +51,7 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
     All its ranks call this at once.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = group or world()
     if "cpu" in backends_of(group):
         return group
     known = _BESIDE.get(group)

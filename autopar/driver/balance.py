@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
 import torch
 
-from autopar.planner.machine import ranks_of
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.measure_problem import needs_machine
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import gather_objects, run_on_all_ranks
 from autopar.runtime.module import why_not_balanced
@@ -34,15 +31,9 @@ def balanced(plan: Plan, problem: PlanningProblem) -> Plan:
     Raises:
         StrategyError: balance="measured" is asked for, and the plan has no rows to divide.
     """
-    balance, reason = problem.strategy.balance, why_not_balanced(plan)
-    if balance == "even" or plan.world_size == 1:
+    if problem.strategy.balance == "even" or plan.world_size == 1:
         return plan
-    if balance is None:
-        on_cpu = problem.device.type == "cpu"
-        crowded = on_cpu and ranks_of(live=True).sharing > (os.cpu_count() or 1)
-        if crowded or reason is not None or not needs_machine(problem, live=True):
-            return plan
-    if reason is not None:
+    if (reason := why_not_balanced(plan)) is not None:
         raise reason
     times = run_on_all_ranks(lambda: [fastest_product(problem.device) for _ in range(ROUNDS)])
     return replace(plan, row_shares=shares_of(gather_objects(times)))

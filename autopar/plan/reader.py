@@ -31,6 +31,7 @@ ADDED: dict[str, Any] = {
     "parameter_dtypes": [],
     "search": None,
     "bucket_bytes": [],
+    "local_steps": None,
 }
 """Fields that older documents of this schema lack."""
 

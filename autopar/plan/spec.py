@@ -22,6 +22,7 @@ from autopar.ir.mesh_levels import (
 )
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
+from autopar.plan.outer import PlannedSteps
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
@@ -69,6 +70,8 @@ class PlanSpec:
         activation_bytes: limit of saved activations, in bytes; None for no limit.
         batch_semantics: "global" for the step of one device on the whole batch; "local" for
             losses of each rank's own rows, with averaged gradients.
+        local_steps: steps that groups of ranks take apart, each under this plan, and their number;
+            None if all ranks follow it together.
         precision: dtype of autocast, or None.
         reduce_precision: dtype in which gradients are reduced; None for that of their parameters.
         optimizer: name of the assumed optimizer.
@@ -111,6 +114,7 @@ class PlanSpec:
     recompute: tuple[tuple[str, Level], ...] = ()
     activation_bytes: Count | None = None
     batch_semantics: GlobalOrLocal = "global"
+    local_steps: PlannedSteps | None = None
     precision: str | None = None
     reduce_precision: str | None = None
     optimizer: str = "AdamW"

@@ -13,6 +13,7 @@ from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
 from autopar.plan.compression import CASTS, ELEMENTWISE, METHODS, MILD, Compression
+from autopar.plan.outer import LocalSteps, Outer
 from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.recompute import Level
 
@@ -73,11 +74,17 @@ class Strategy:
             and ep those that autocast computes in bf16; None for the dtype of the parameters.
         lossy: methods that the planner may choose for gradients if `compress` is None; set by
             `compile(lossy=...)`.
+        sync_every: optimizer steps that groups of ranks take apart before they average (local
+            steps, docs/slow-links.md); None to average gradients at every step. A group is the
+            ranks of a node, or those that share one model under `dp_shard`.
+        outer: averaging of these groups: an `Outer`, or "local_sgd" (the default), "diloco",
+            "ring", "fedavg" or "late".
+        may_sync: local steps that the planner may choose if `sync_every` is None; set by
+            `compile(lossy=...)`.
         search: axes whose sizes the planner may choose if they are None: any of "pp", "tp", "cp",
             "ep" and "dp_shard".
         balance: "measured" to divide the rows of the batch in proportion to the ranks' measured
-            speeds, "even" for equal rows; None measures only if the planner measures anyway, and
-            divides by speed if ranks differ by more than 5 %.
+            speeds, where they differ by more than 5 %; "even" for equal rows.
         placements: placement of parameters by name pattern, along tp, or ep without tp; or a
             mapping of axes to placements.
         keep_sharded: whether parameters in `placements` are used as shards and never gathered.
@@ -107,8 +114,11 @@ class Strategy:
     compress_activations: str | Compression | None = None
     reduce_precision: Literal["bf16"] | None = None
     lossy: tuple[str, ...] = ()
+    sync_every: int | None = None
+    outer: str | Outer | None = None
+    may_sync: tuple[str, ...] = ()
     search: tuple[str, ...] = ()
-    balance: Literal["measured", "even"] | None = None
+    balance: Literal["measured", "even"] = "even"
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
     keep_sharded: bool = False
     sequence_parallel: bool = True
@@ -137,6 +147,9 @@ class Strategy:
         compressed = self.lossy or self.compress not in (None, "none")
         if self.reduce_precision is not None and compressed:
             return "reduce_precision and compress both shrink gradients: give one of the two"
+        if self.outer is not None and self.sync_every is None:
+            return "outer averages groups that step apart: give sync_every=... too"
+        _ = self.local_steps
         cuts = self.stages - 1
         if self.split_points is not None and len(self.split_points) != cuts:
             points = f"split_points={self.split_points!r}"
@@ -154,7 +167,18 @@ class Strategy:
         if isinstance(lossy, str):
             raise StrategyError(f"lossy={lossy!r}: give True, False, or a list of methods")
         methods = MILD if lossy is True else tuple(lossy or ())
-        return replace(self, lossy=methods) if methods else self
+        local = tuple(filter(LocalSteps.named, texts("lossy", methods, "give texts")))
+        rest = tuple(method for method in methods if method not in local)
+        return replace(self, lossy=rest, may_sync=local) if methods else self
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """Steps that groups of ranks take apart; None if all average gradients at every step."""
+        if self.sync_every is None:
+            return None
+        return LocalSteps(
+            self.sync_every, Outer.of("local_sgd" if self.outer is None else self.outer)
+        )
 
     @property
     def stages(self) -> int:
@@ -270,6 +294,11 @@ def _lossy(name: str, value: Any) -> None:
         Compression.of(method, name)
 
 
+def _may_sync(name: str, value: Any) -> None:
+    for each in texts(name, value, "give a tuple of local steps, such as 'diloco(steps=50)'"):
+        LocalSteps.of(each, "lossy")
+
+
 def _search(name: str, value: Any) -> None:
     for axis in texts(name, value, f"give a tuple of axes: {', '.join(SEARCHABLE)}"):
         choice(name, axis, SEARCHABLE)
@@ -308,6 +337,9 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "compress_activations": _method(CASTS),
     "reduce_precision": lambda name, value: choice(name, value, REDUCE_PRECISIONS),
     "lossy": _lossy,
+    "sync_every": count,
+    "outer": lambda name, value: Outer.of(value),
+    "may_sync": _may_sync,
     "search": _search,
     "balance": lambda name, value: choice(name, value, ("measured", "even")),
     "placements": _placements,
@@ -315,5 +347,6 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "sequence_parallel": flag,
 }
 _NEVER_NONE = {
-    "batch_semantics", "lossy", "search", "placements", "keep_sharded", "sequence_parallel",
+    "batch_semantics", "lossy", "may_sync", "search", "placements", "keep_sharded",
+    "sequence_parallel",
 }  # fmt: skip

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.common.world import world, world_size
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.kernels.fusion import EAGER
@@ -55,9 +55,8 @@ def measure_machine(
 
     All live ranks call this at once. Operators that take longer than `limit_s` are modelled.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     if cluster is None:
-        mesh_sizes = {"dp": world_size}
+        mesh_sizes = {"dp": world_size()}
         cluster = measure(
             device=device, collectives=_COLLECTIVES, mesh=mesh_sizes, budget_s=_QUICK_S
         )
@@ -68,9 +67,8 @@ def measure_machine(
     operators = operators.measure(graphs, ranks, limit_s=limit_s)
     operators.save()
     operators = _modelled(replace(operators, backend=backend), cluster)
-    several = live and world_size > 1
-    world = dist.group.WORLD if several else None
-    mesh = None if world is None else DeviceMesh.from_group(world, device.type)
+    several = live and world_size() > 1
+    mesh = DeviceMesh.from_group(world(), device.type) if several else None
     if operators.present:
         update = measure_update(optimizer, device, mesh)
     else:
@@ -124,7 +122,7 @@ def _modelled(operators: OperatorTimes, cluster: Cluster) -> OperatorTimes:
 
 def ranks_of(*, live: bool) -> ReplayGroup:
     """The ranks that measure together: all running ranks, or this process alone."""
-    several = live and dist.is_initialized() and dist.get_world_size() > 1
+    several = live and world_size() > 1
     return ReplayGroup.live() if several else SINGLE_RANK
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.common.world import rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer, collective_of
 from autopar.cost_model.curves.curve import Curve
@@ -31,7 +32,6 @@ from autopar.profiler.report import Again, Message, Profile, Side
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.codegen.recorder import RecordedStep, Recorder
-from autopar.runtime.process_groups import rank
 
 FOLDER, COUNT, REFIT = "AUTOPAR_PROFILE", "AUTOPAR_PROFILE_STEPS", "AUTOPAR_PROFILE_REFIT"
 WARM_STEPS = 3

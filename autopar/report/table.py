@@ -168,8 +168,9 @@ def _main_cause(items: Sequence[Exposure]) -> str:
 
 
 def compressed(plan: PlanSpec) -> list[str]:
-    """One line per kind of compressed message, with its methods."""
-    lines, chosen = [], plan.compressions
+    """One line for local steps, and per kind of compressed message, with its methods."""
+    lines = [] if plan.local_steps is None else [str(plan.local_steps)]
+    chosen = plan.compressions
     whats = {"gradients": chosen.reduce, "parameters": (*chosen.gather, *chosen.regather)}
     for what, texts in {**whats, "activations": (chosen.activations,)}.items():
         counts = Counter(text or "not" for text in texts)

@@ -27,6 +27,7 @@ from autopar.capture.trace import Capture, capture, capture_symbolically
 from autopar.common.bounded_cache import BoundedCache
 from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
+from autopar.common.world import rank
 from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.roles import Output
@@ -48,7 +49,6 @@ from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.parameters.dtensor_layout import in_layout_of
-from autopar.runtime.process_groups import rank
 from autopar.runtime.rng import RandomStream
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]

@@ -20,6 +20,7 @@ from autopar.capture.call import BatchShard
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import first_line, user_frame
 from autopar.common.containers import flatten
+from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.runtime.parameters.distribute import local_part, parameter_like
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -90,7 +91,7 @@ def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:
         fraction = shard.rows / shard.slices.rows
         means = torch.stack([x.detach().double() * fraction for x in scalars.values()])
         with torch.no_grad(), explaining_comm_errors("forward"):
-            dist.all_reduce(means)
+            dist.all_reduce(means, group=world())
         for (index, scalar), mean in zip(scalars.items(), means, strict=True):
             values[index] = _Weighted.apply(scalar, mean.to(scalar.dtype), weight)
     for index, value in enumerate(values):
@@ -202,7 +203,7 @@ class AliasedDDP(nn.Module):
         aliases = bucket.parameters()
         used = torch.tensor([id(alias) in self.used for alias in aliases], dtype=torch.uint8)
         used = used.to(bucket.buffer().device)
-        dist.all_reduce(used, dist.ReduceOp.MAX)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=world())
         rows = zip(aliases, bucket.gradients(), used.tolist(), strict=True)
         for alias, gradient, is_used in rows:
             self.used.discard(id(alias))
@@ -212,9 +213,7 @@ class AliasedDDP(nn.Module):
                 parameter.grad = DTensor.from_local(
                     gradient, parameter.device_mesh, parameter.placements, run_check=False
                 )
-        group = dist.group.WORLD
-        assert group is not None
-        return allreduce_hook(group, bucket)
+        return allreduce_hook(world(), bucket)
 
 
 class _Submodule(nn.Module):

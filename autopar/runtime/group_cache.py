@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import abort_group, clear_dtensor_caches, group_timeout
 from autopar.common.groups import backend_of
+from autopar.common.world import is_part, world
 
 Ranks = tuple[tuple[int, ...], ...]
-"""Disjoint groups of ranks that cover the world."""
+"""Disjoint groups that cover the world, of ranks as torch.distributed numbers them."""
 
 Groups = weakref.WeakValueDictionary[tuple[str, Ranks], dist.ProcessGroup]
 
@@ -24,9 +25,7 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Groups]] = weakref.Wea
 
 
 def _current() -> list[Groups]:
-    world = dist.group.WORLD
-    assert world is not None
-    return _KNOWN.setdefault(world, [Groups()])
+    return _KNOWN.setdefault(world(), [Groups()])
 
 
 def group_of(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
@@ -34,16 +33,20 @@ def group_of(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
 
     The group of all ranks is the default one, except inside `temporary_groups`.
     """
-    world, levels = dist.group.WORLD, _current()
-    assert world is not None
+    levels = _current()
     if len(ranks) == 1 and len(levels) == 1:
-        return world
+        return world()
     key, known = (device.type, ranks), levels[-1]
     group = known.get(key)
     if group is None:
-        backend, timeout = backend_of(device), group_timeout(world)
-        made = [dist.new_group(list(each), timeout, backend) for each in ranks]
-        (group,) = (own for own in made if isinstance(own, dist.ProcessGroup))
+        backend, timeout = backend_of(device), group_timeout(world())
+        local = is_part()
+        own = [each for each in ranks if dist.get_rank() in each] if local else ranks
+        made = [
+            dist.new_group(list(each), timeout, backend, use_local_synchronization=local)
+            for each in own
+        ]
+        (group,) = (each for each in made if isinstance(each, dist.ProcessGroup))
         known[key] = group
     return group
 

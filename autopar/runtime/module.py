@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
+from autopar.common.world import rank
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir.placement import Shard, even_rows, proportional_rows
 from autopar.plan.layout import Layout
@@ -29,7 +30,7 @@ from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.parameters.distribute import is_remote
-from autopar.runtime.process_groups import explaining_comm_errors, rank
+from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.states.module_states import StatefulModule
 
@@ -133,6 +134,10 @@ class DistributedModule(StatefulModule):
         """The shard of each tensor or value of the latest result; None under a fallback."""
         captured = self._context.last_capture
         return None if captured is None else captured.rows_of_outputs
+
+    def own_rows(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Any]:
+        """The flattened arguments of a call that the ranks of the plan share."""
+        return leaves, structure
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

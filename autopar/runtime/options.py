@@ -27,6 +27,8 @@ class Options:
         cuda_graphs: whether programs are replayed as CUDA graphs.
         static: keyword arguments whose values forward reads in Python.
         row_shares: share of the batch's rows of each data-parallel rank; () for equal ones.
+        groups: number of groups of ranks that step apart.
+        group: this rank's group.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -43,6 +45,8 @@ class Options:
     cuda_graphs: bool = False
     static: tuple[str, ...] = ()
     row_shares: tuple[float, ...] = ()
+    groups: int = 1
+    group: int = 0
     on_trial: bool = False
 
     def dp_rank(self, rank: int) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, batch_shard_of
 from autopar.capture.trace import Capture
+from autopar.common.world import rank, running_ranks
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
@@ -40,7 +41,7 @@ from autopar.runtime.parameters.distribute import (
 from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
-from autopar.runtime.process_groups import make_groups, make_mesh, rank
+from autopar.runtime.process_groups import make_groups, make_mesh
 from autopar.runtime.rng import RandomStream, keep_random_state
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.user_class import specialized
@@ -70,11 +71,12 @@ OWN_ATTRIBUTES = {
     "_executor",
     "_num_gathered",
     "_watch",
+    "_groups",
 }
 """Attributes of the wrapper itself; all others are the model's."""
 
 
-SHARED_BY_COPIES = {"plan", "mesh", "_make_plan", "_make_fallback"}
+SHARED_BY_COPIES = {"plan", "mesh", "_groups", "_make_plan", "_make_fallback"}
 
 
 class PlannedModule(nn.Module):
@@ -232,7 +234,8 @@ class PlannedModule(nn.Module):
         self.mesh = mesh = make_mesh(context.device, layout.storage, ("pp", *layout.shard_order))
         context.groups = make_groups(context.device, layout.axes, mesh)
         if plan.pp_size > 1:
-            context.world = group_of(context.device, (tuple(range(plan.world_size)),))
+            ranks = tuple(running_ranks(range(plan.world_size)))
+            context.world = group_of(context.device, (ranks,))
         with keep_random_state(context.device):  # sharding by DTensor draws from it
             run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
         context.reindex_model()

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.common.groups import advice_for_hangs
+from autopar.common.world import running_ranks
 from autopar.errors import CommunicationError
 from autopar.ir.mesh_levels import mesh_of
 from autopar.runtime.group_cache import mesh_over
@@ -27,7 +27,8 @@ def make_mesh(
     if not names:
         return None
     nontrivial = [name for name in sizes if sizes[name] > 1]
-    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in nontrivial])
+    ranks = torch.tensor(running_ranks(range(math.prod(sizes.values()))))
+    ranks = ranks.view([sizes[name] for name in nontrivial])
     ranks = ranks.permute([nontrivial.index(name) for name in names])
     return mesh_over(device, ranks, tuple(names))
 
@@ -48,11 +49,6 @@ def _group_names(mesh: DeviceMesh | None) -> dict[str, str]:
     if mesh is None:
         return {}
     return {name: mesh.get_group(name).group_name for name in mesh.mesh_dim_names or ()}
-
-
-def rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from autopar.common.world import rank
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.options import Options
-from autopar.runtime.process_groups import rank
 
 
 def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -28,9 +28,10 @@ class RandomStream:
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.shared = options.model_parallel_size > 1
-        self.count = options.ranks // options.model_parallel_size
+        self.count = options.groups * options.ranks // options.model_parallel_size
         self.is_separate = self.count > 1 or self.shared
-        self.index = rank() // options.model_parallel_size if options.ranks > 1 else 0
+        index = options.group * options.ranks + (rank() if options.ranks > 1 else 0)
+        self.index = index // options.model_parallel_size
         self.device = device
         self.state: torch.Tensor | None = None
 

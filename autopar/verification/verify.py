@@ -22,6 +22,7 @@ from autopar.arguments import precision_of
 from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.notices import NumericsNote, warn_once
+from autopar.common.world import rank
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
 from autopar.formatting import printable
@@ -32,7 +33,6 @@ from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import broadcast_from_rank0
-from autopar.runtime.process_groups import rank
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import TOLERANCES, Comparison, Deviation, Verification
 from autopar.verification.draws import ConstantDraws

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, seconds, text
 from autopar.common.groups import backends_of
 from autopar.common.notices import warn_once
+from autopar.common.world import world
 from autopar.cost_model.algorithms.gloo_chunks import MAX_CHUNKS
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import NO_SLOWDOWN
@@ -146,7 +147,7 @@ def measure(
     axes, ordered = tuple((mesh or {}).items()) or None, tuple(sorted(set(sizes)))
     request = Request(tuple(collectives), ordered, axes, dtype, budget_s, cache, fresh)
     live = dist.is_available() and dist.is_initialized()
-    group = (group or dist.group.WORLD) if live else None
+    group = (group or world()) if live else None
     device = device or _device_of(group)
     if group is not None and backends_of(group).get(device.type) == "gloo":
         device = torch.device("cpu")  # gloo copies tensors of GPUs to the host

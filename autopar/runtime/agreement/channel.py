@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 
 from autopar.common.groups import advice_for_hangs, gloo_group
+from autopar.common.world import rank, world, world_size
 from autopar.errors import CommunicationError, DisagreementError
 from autopar.runtime.agreement.record import (
     HEADER_NUMBERS,
@@ -152,35 +153,36 @@ def explaining_failed_wait() -> Iterator[None]:
         ) from error
 
 
-_CURRENT: tuple[weakref.ref[dist.ProcessGroup], Channel] | None = None
+_OPEN: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
+"""The channel of each world."""
 
 
 def channel() -> Channel | None:
     """The channel of the current world, None for one rank. All ranks open it at once."""
-    global _CURRENT
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() == 1:
         return None
-    world = dist.group.WORLD
-    assert world is not None
-    if _CURRENT is None or _CURRENT[0]() is not world:
-        _CURRENT = weakref.ref(world), _open(world)
-        watch(world)
-    return _CURRENT[1]
+    group = world()
+    found = _OPEN.get(group)
+    if found is None:
+        found = _OPEN[group] = _open(group)
+        watch()
+    return found
 
 
 def finish_exchange() -> None:
-    """Finishes the exchange in progress, if any; programs call it before they communicate."""
-    if _CURRENT is not None:
-        _CURRENT[1].finish_exchange()
+    """Finishes exchanges in progress, if any; programs call it before they communicate."""
+    for found in _OPEN.values():
+        if found.finish_pending is not None:
+            found.finish_exchange()
 
 
-def _open(world: dist.ProcessGroup) -> Channel:
+def _open(beside: dist.ProcessGroup) -> Channel:
     try:
-        group = gloo_group(world, use="records")
+        group = gloo_group(beside, use="records")
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {dist.get_rank()} could not connect to the other ranks over gloo: another rank "
+            f"rank {rank()} could not connect to the other ranks over gloo: another rank "
             "died, raised an error, or does not call autopar.compile. "
             f"({str(error).splitlines()[0]})"
         ) from error
-    return Channel(weakref.ref(group), dist.get_rank(), dist.get_world_size())
+    return Channel(weakref.ref(group), rank(), world_size())

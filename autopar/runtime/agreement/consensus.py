@@ -6,8 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from torch import distributed as dist
-
+from autopar.common.world import rank, world_size
 from autopar.errors import AutoparError, DisagreementError
 from autopar.runtime.agreement.channel import Channel, channel
 from autopar.runtime.agreement.record import Entry
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 def is_multi_rank() -> bool:
     """Whether several ranks are running."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return world_size() > 1
 
 
 def gather_objects(value: Any, event: str = "exchanges values with the others") -> list[Any]:
@@ -44,7 +43,7 @@ def broadcast_object(source: int, decide: Callable[[], T]) -> T:
     if not is_multi_rank():
         return decide()
     payload = b""
-    if dist.get_rank() == source:
+    if rank() == source:
         answer: Any
         try:
             answer = (True, decide())
@@ -70,11 +69,13 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     if is_multi_rank():
         shown = str(failure) if isinstance(failure, AutoparError) else repr(failure)
         failures = gather_objects(None if failure is None else shown)
-        failed = [(rank, text) for rank, text in enumerate(failures) if text is not None]
+        failed = [(index, text) for index, text in enumerate(failures) if text is not None]
         is_partial = 0 < len(failed) < len(failures)
         if is_partial and (failure is None or isinstance(failure, AutoparError)):
-            rank, text = failed[0]
-            raise DisagreementError(f"rank {rank} failed where others did not: {text}") from failure
+            first, text = failed[0]
+            raise DisagreementError(
+                f"rank {first} failed where others did not: {text}"
+            ) from failure
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]

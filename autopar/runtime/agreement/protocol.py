@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
+from autopar.common.world import rank
 from autopar.errors import AutoparError, BatchError
 from autopar.runtime.agreement.channel import Channel, Exchanged, channel
 from autopar.runtime.agreement.found_inf import agree_on_overflows
@@ -30,7 +31,6 @@ from autopar.runtime.batch_checks import (
     is_on_host,
 )
 from autopar.runtime.parameters.distribute import HOOK_TABLES
-from autopar.runtime.process_groups import rank
 
 if TYPE_CHECKING:
     from autopar.runtime.context import ExecutionContext

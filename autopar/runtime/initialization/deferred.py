@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
+from autopar.common.world import rank, running_ranks, world, world_size
 from autopar.errors import StrategyError
 from autopar.plan.spec import PlanSpec
 from autopar.runtime.agreement.consensus import broadcast_object, is_multi_rank
@@ -37,7 +38,7 @@ from autopar.runtime.parameters.distribute import (
     swap_parameter,
 )
 from autopar.runtime.parameters.dtensor_layout import distribute_replicated, in_layout_of
-from autopar.runtime.process_groups import explaining_comm_errors, rank
+from autopar.runtime.process_groups import explaining_comm_errors
 
 TRIAL_VALUE = 0.01
 """Value of every element of a copy that only tries a plan."""
@@ -69,7 +70,7 @@ class Delivery:
         stage = next((self.owners[name] for name in names if name in self.owners), 0)
         if not stage or self.mesh is None:
             return 0
-        return int(self.mesh.mesh[stage].flatten()[0])
+        return running_ranks(range(world_size())).index(int(self.mesh.mesh[stage].flatten()[0]))
 
     def send(self, name: str, value: Tensor | None, like: Tensor, source: int) -> Tensor | None:
         """The tensor that rank `source` has; None on ranks that do not hold it."""
@@ -77,13 +78,14 @@ class Delivery:
             return value
         if name not in self.owners:
             value = self._room(value, like)
-            dist.broadcast(value, src=source)
+            dist.broadcast(value, group=world(), group_src=source)
             return value
         assert self.mesh is not None
         names = self.mesh.mesh_dim_names or ()
         place = dict(zip(names, self.mesh.get_coordinate() or (), strict=True))
         inner, owner = [axis for axis in names if axis != "pp"], self.owners[name]
-        from_stage = int((self.mesh.mesh == source).nonzero()[0, 0])  # pp is the first axis
+        is_source = self.mesh.mesh == running_ranks([source])[0]
+        from_stage = int(is_source.nonzero()[0, 0])  # pp is the first axis
         if from_stage != owner and not any(place[axis] for axis in inner):
             value = self._room(value, like)
             dist.broadcast(value, group=self.mesh.get_group("pp"), group_src=from_stage)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch import without_weight_references
+from autopar.common.world import world
 from autopar.errors import StrategyError
 from autopar.runtime.parameters.dtensor_layout import (
     Layout,
@@ -52,7 +53,7 @@ def broadcast_from_rank0(model: nn.Module) -> None:
     """Broadcasts parameters and buffers that have values from rank 0, as DDP does."""
     with torch.no_grad():  # detached, as gloo's threads keep references a little longer
         work = [
-            dist.broadcast(local_part(t).detach(), src=0, async_op=True)
+            dist.broadcast(local_part(t).detach(), group=world(), group_src=0, async_op=True)
             for t in [*model.parameters(), *model.buffers()]
             if not t.is_meta
         ]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
+from autopar.common.world import rank
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
@@ -31,7 +32,7 @@ from autopar.runtime.parameters.distribute import (
 )
 from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.parameters.strided_shard import register_strided_shard_support
-from autopar.runtime.process_groups import explaining_comm_errors, rank
+from autopar.runtime.process_groups import explaining_comm_errors
 
 
 def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:

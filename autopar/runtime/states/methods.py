@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.provenance import first_line
 from autopar.common.notices import warn_once
+from autopar.common.world import rank
 from autopar.errors import NumericsWarning, StrategyError
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.parameters.distribute import is_remote
-from autopar.runtime.process_groups import rank
 
 
 class Gathers(Protocol):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_tensor, storage_key
+from autopar.common.world import rank
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
@@ -49,7 +50,7 @@ class StatefulModule(PlannedModule):
             self._agree("gathers the state dict of")
         found = self.state_dict()
         found.pop(STATE_DICT_KEY, None)
-        keeps = not rank0_only or self._options.ranks == 1 or torch.distributed.get_rank() == 0
+        keeps = not rank0_only or rank() == 0
         whole: dict[Any, Any] = {}
         with torch.no_grad(), explaining_comm_errors("full_state_dict"):
             for key, value in {_memory(x): x for x in found.values()}.items():

@@ -98,6 +98,9 @@ class Watcher(threading.Thread):
         self._next, self._ended = 0, threading.Event()
         self.answered: tuple[int, float] | None = None
 
+    def watches(self, world: dist.ProcessGroup) -> bool:
+        return self._world() is world
+
     def run(self) -> None:
         seen, since = LOG.num_waits, time.monotonic()
         while not self._ended.wait(POLL_S) and self._world() is dist.group.WORLD:
@@ -149,11 +152,13 @@ def _end() -> None:
         _WATCHER.end()
 
 
-def watch(world: dist.ProcessGroup) -> None:
-    """Starts the thread of this rank."""
+def watch() -> None:
+    """Starts the thread of this rank, unless it watches already."""
     global _WATCHER
-    _WATCHER = Watcher(world, default_store())
-    _WATCHER.start()
+    world = dist.group.WORLD
+    if world is not None and (_WATCHER is None or not _WATCHER.watches(world)):
+        _WATCHER = Watcher(world, default_store())
+        _WATCHER.start()
 
 
 def where_ranks_are() -> str:

@@ -1,0 +1,87 @@
+"""`with_local_steps`: local steps in place of a plan, where they are allowed and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.group_shape import GroupShape
+from autopar.errors import AutoparError
+from autopar.plan.layout import Layout
+from autopar.plan.outer import LocalSteps, PlannedSteps
+from autopar.planner.problem import PlanningProblem
+from autopar.report.plan import Plan
+
+WIRE_RATIO = {None: 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256)}
+"""Bytes of a message over those of float32, by compression; int8 has a scale for each block."""
+
+
+def with_local_steps(
+    plan: Plan, problem: PlanningProblem, plan_group: Callable[[PlanningProblem, int], Plan]
+) -> Plan:
+    """The plan, or that of a group under the fastest allowed local steps if these are faster.
+
+    `plan_group` plans a problem for one of so many groups.
+    """
+    cluster, together = problem.cluster, plan.prediction
+    size = _group_size(problem)
+    if cluster is None or together is None or size is None:
+        return plan
+    strategy = replace(problem.strategy, may_sync=(), dp_shard=None)
+    own = replace(problem, world_size=size, strategy=strategy, cluster=part_of(cluster, size))
+    groups = problem.world_size // size
+    try:
+        apart = plan_group(own, groups)
+    except (AutoparError, MemoryError):  # does not fit, or has too few rows
+        return plan
+    if apart.prediction is None:
+        return plan
+    ways = [LocalSteps.of(text) for text in problem.strategy.may_sync]
+    planned = [PlannedSteps(way, groups, round_s(way, apart, groups, cluster)) for way in ways]
+    best = min(planned, key=lambda each: _step_s(apart, each))
+    step_s = _step_s(apart, best)
+    if step_s >= together.step_s:
+        return plan
+    note = (
+        f"a step of all ranks together would take {together.step_s * 1e3:.1f} ms ({plan.name}), "
+        f"with local steps {step_s * 1e3:.1f} ms"
+    )
+    return replace(apart, local_steps=best, notes=(*apart.notes, note))
+
+
+def round_s(local: LocalSteps, plan: Plan, groups: int, cluster: Cluster) -> float:
+    """Seconds that ranks wait for an average, in all rounds of `sync_every` steps."""
+    held = sum(nbytes * Layout(plan).share_of(name) for name, nbytes in plan.parameter_bytes)
+    nbytes = held * WIRE_RATIO[local.outer.compress]
+    shape = GroupShape.of_axis(
+        {"groups": groups, "ranks": plan.world_size}, "groups", cluster.ranks_per_node
+    )
+    seconds = cluster.seconds("all_reduce", nbytes, shape).seconds
+    if local.outer.late and plan.prediction is not None:
+        seconds = max(0.0, seconds - local.sync_every * plan.prediction.step_s)
+    return seconds
+
+
+def _step_s(plan: Plan, steps: PlannedSteps) -> float:
+    assert plan.prediction is not None
+    assert steps.round_s is not None
+    return plan.prediction.step_s + steps.round_s / steps.local.sync_every
+
+
+def _group_size(problem: PlanningProblem) -> int | None:
+    """Ranks of a group, those of a node or under `dp_shard`; None without several groups."""
+    strategy, cluster = problem.strategy, problem.cluster
+    size = cluster.ranks_per_node if cluster is not None else problem.world_size
+    if strategy.dp_shard is not None:
+        size = strategy.model_parallel_size * strategy.pp_size * strategy.dp_shard
+    divides = size < problem.world_size and problem.world_size % size == 0
+    return size if divides else None
+
+
+def part_of(cluster: Cluster, ranks: int) -> Cluster:
+    """The part of a cluster with so many ranks."""
+    nodes, rest = divmod(ranks, cluster.ranks_per_node)
+    if cluster.uniform and cluster.topology is not None and nodes and not rest:
+        return cluster.of_nodes(nodes)
+    return replace(cluster, world_size=ranks, ranks_per_node=min(ranks, cluster.ranks_per_node))

@@ -1,0 +1,216 @@
+"""`LocalStepsModule`: a compiled model whose groups of ranks step apart."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from autopar._torch import pytree
+from autopar.capture.call import BatchShard, batch_shard_of
+from autopar.common.containers import flatten
+from autopar.common.notices import warn_once
+from autopar.common.world import as_world
+from autopar.errors import LossyWarning, StrategyError
+from autopar.plan.outer import LocalSteps, PlannedSteps
+from autopar.report.plan import Plan
+from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
+from autopar.runtime.local_steps.groups import Groups
+from autopar.runtime.local_steps.rounds import Rounds
+from autopar.runtime.module import DistributedModule
+from autopar.runtime.options import Options
+from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
+from autopar.runtime.planned_module import MakePlan
+
+ROUNDS_KEY = "local_steps"
+
+IN_GROUP = (
+    "plan_for", "apply_plan", "full_state_dict", "load_full_state_dict",
+    "full_optimizer_state_dict", "load_full_optimizer_state_dict", "clip_grad_norm_",
+    "check_replicas", "__deepcopy__",
+)  # fmt: skip
+"""Methods that run with this rank's group as the world."""
+
+
+class LocalStepsModule(DistributedModule):
+    """A model that every group of ranks trains under the plan, and groups average in rounds.
+
+    Results, states and clipped norms are those of this rank's group.
+    """
+
+    _groups: Groups
+    _local_steps: LocalSteps | None = None
+    _rounds: Rounds | None = None
+    _pending_rounds_state: Mapping[str, torch.Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls, local: LocalSteps, groups: Groups, model: nn.Module, *rest: Any
+    ) -> LocalStepsModule:
+        """A module whose groups take local steps; `rest` are arguments of `PlannedModule`."""
+        rest = tuple(
+            replace(x, groups=groups.count, group=groups.index) if isinstance(x, Options) else x
+            for x in rest
+        )
+        made = cls(model, *rest)
+        made._local_steps, made._groups = local, groups
+        made._make_plan = partial(plan_of_first_group, local, groups, made._make_plan)
+        warn_once(
+            LossyWarning,
+            f"training differs from one device: {groups.count} groups of {groups.size} rank(s) "
+            f"step apart, and average every {local.sync_every} steps ({local.outer})",
+        )
+        return made
+
+    def materialize_parameters(self) -> None:
+        """Gives parameters their values, and starts the rounds; all ranks call this at once."""
+        with self._groups.as_world():
+            super().materialize_parameters()
+        self.start_rounds()
+
+    def start_rounds(self) -> None:
+        """Starts the rounds if parameters have values under a plan; all ranks call this at once."""
+        if self._local_steps is None or self._rounds is not None:
+            return
+        if not self.is_planned or self._deferred is not None:
+            return
+        self._rounds = Rounds(self._wrapped[0], self._local_steps, self._groups)
+        if self._pending_rounds_state:
+            self._load_rounds(self._rounds, self._pending_rounds_state)
+        self._pending_rounds_state = None
+
+    @property
+    def rank_groups(self) -> Groups:
+        """The groups of ranks."""
+        return self._groups
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that the rows of a batch are split over, of all groups."""
+        return super().data_parallel_size * self._groups.count
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index among these ranks; ranks that share a model have the same one."""
+        with self._groups.as_world():
+            own = super().data_parallel_rank
+        return own + self._groups.index * super().data_parallel_size
+
+    @property
+    def ranks_of_rows(self) -> list[int]:
+        """The first rank with each slice of the rows of a batch."""
+        groups = self._groups
+        own = super().ranks_of_rows
+        return [group * groups.size + rank for group in range(groups.count) for rank in own]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model on this rank's rows; scalar results are means over the group's rows.
+
+        Without gradients and under batch="global", each group runs the whole batch.
+        """
+        training = torch.is_grad_enabled() and not self._options.on_trial
+        with self._groups.as_world():
+            if training:
+                leaves, structure = flatten((args, kwargs))
+                rows = self._shard_of_group(leaves, structure).rows
+                args, kwargs = pytree.tree_unflatten(*self.own_rows(leaves, structure))
+            result = super().forward(*args, **kwargs)
+        if training and self._rounds is not None:
+            self._rounds.saw(rows)
+        return result
+
+    @contextlib.contextmanager
+    def gathered(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """The whole model of this rank's group; see `DistributedModule.gathered`."""
+        with self._groups.as_world(), super().gathered(*args, **kwargs) as model:
+            yield model
+
+    def whole_optimizer(self, make: Any) -> Any:
+        """Raises StrategyError: rounds follow optimizers of this rank's parameters."""
+        raise StrategyError("whole_optimizer has no local steps: leave sync_every out")
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model of this rank's group, with the state of its rounds."""
+        with self._groups.as_world():
+            found = super().state_dict(**options)
+        self.start_rounds()
+        if self._rounds is not None and not self._num_gathered:
+            key = (options.get("prefix") or "") + STATE_DICT_KEY
+            found[key] = {**found.get(key, {}), ROUNDS_KEY: self._rounds.state_dict()}
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a state into this rank's group; rounds start anew without their state."""
+        rounds = (state_dict.get(STATE_DICT_KEY) or {}).get(ROUNDS_KEY, {})
+        with self._groups.as_world():
+            result = super().load_state_dict(state_dict, *args, **kwargs)
+        if self._rounds is None:
+            self._pending_rounds_state = rounds
+        else:
+            self._load_rounds(self._rounds, rounds)
+        return result
+
+    @staticmethod
+    def _load_rounds(rounds: Rounds, state: Mapping[str, torch.Tensor]) -> None:
+        if not rounds.load(state) and rounds.steps:
+            warn_once(
+                LossyWarning, "the outer optimizer starts anew: the state dict lacks its state"
+            )
+
+    def own_rows(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Any]:
+        """The flattened arguments of a call with this group's rows of the batch."""
+        shard = self._shard_of_group(leaves, structure)
+        tensors = iter(shard.tensors)
+        return [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves], structure
+
+    def _shard_of_group(self, leaves: list[Any], structure: Any) -> BatchShard:
+        options, groups = self._options, self._groups
+        return batch_shard_of(
+            leaves,
+            structure,
+            mode=options.batch,
+            rank=groups.index,
+            ranks=groups.count,
+            static=options.static,
+        )
+
+    def _copy(self, memo: dict[int, Any]) -> Self:
+        rounds, self._rounds = self._rounds, None
+        try:
+            made = super()._copy(memo)
+        finally:
+            self._rounds = rounds
+        made._local_steps = None  # copies, such as an average of weights, have no rounds
+        return made
+
+
+def plan_of_first_group(local: LocalSteps, groups: Groups, make: MakePlan, *arguments: Any) -> Plan:
+    """The plan that group 0 makes of a call, on all ranks: measured times differ."""
+
+    def make_own() -> Plan:
+        with groups.as_world():
+            return make(*arguments)
+
+    with as_world(None):
+        own = run_on_all_ranks(make_own)
+        plan = broadcast_from_rank0(lambda: own)
+    return replace(plan, local_steps=PlannedSteps(local, groups.count))
+
+
+def _in_group(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: LocalStepsModule, *args: Any, **kwargs: Any) -> Any:
+        with self._groups.as_world():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+for _name in IN_GROUP:
+    setattr(LocalStepsModule, _name, _in_group(getattr(DistributedModule, _name)))

@@ -1,0 +1,1 @@
+"""Training over slow links: gradients at every step against local steps and their averages."""

@@ -1,0 +1,24 @@
+"""Ways to train the example GPT on nodes between which links are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar import Outer
+
+DDP = {"ddp": None, "ddp, bf16 hook": "bf16"}
+"""torch's DistributedDataParallel, and its hook that compresses gradients."""
+
+LOCAL: Mapping[str, Outer] = {
+    "local sgd": Outer(),
+    "post-local sgd": Outer(warm_up=40),
+    "diloco": Outer(lr=0.7, momentum=0.5),
+    "diloco, int8": Outer(lr=0.7, momentum=0.5, compress="int8"),
+    "diloco, 4 blocks": Outer(lr=0.7, momentum=0.5, blocks=4),
+    "ring": Outer(over="ring"),
+    "fedavg, 2 of 3": Outer(weights="rows", participants=2),
+    "one round late": Outer(late=True),
+}
+"""Averages of autopar's local steps."""
+
+NAMES = [*DDP, *LOCAL]
