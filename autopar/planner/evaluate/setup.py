@@ -101,6 +101,7 @@ class EvaluationSetup:
             ),
             zero_stages=config.zero_stages,
             recompute=config.recompute,
+            offload=config.offload,
             compressions=Compressions(activations=config.compress_activations),
             prefetch=config.prefetch,
             in_flight=IN_FLIGHT if any(zero.values()) else 0,

@@ -371,6 +371,7 @@ def _identity(candidate: Candidate) -> tuple[object, ...]:
     return (
         plan.zero_stages,
         plan.recompute,
+        plan.offload,
         plan.buckets,
         plan.compressions,
         plan.levels,
