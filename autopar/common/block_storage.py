@@ -113,7 +113,8 @@ class BlockStorage:
         if extent.checksum is not None and zlib.crc32(view) != extent.checksum:
             raise OffloadError(
                 f"offloaded bytes in {self.folder} differ from what was written there "
-                f"({extent.size} bytes at {extent.offset}): the storage is faulty. Resume from a checkpoint elsewhere."
+                f"({extent.size} bytes at {extent.offset}): the storage is faulty. "
+                "Resume from a checkpoint elsewhere."
             )
 
     def _write(self, extent: Extent, given: memoryview) -> None:

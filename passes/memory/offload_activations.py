@@ -48,8 +48,9 @@ class OffloadActivations(Pass):
         if graph.backward_start.op == "output":
             return PassResult(graph, "there is no backward")
         changed = graph.copy()
-        found = [v for v in saved_values(changed) if self.may_go(v)]
+        found = [v for v in saved_values(changed) if v.nbytes >= self.least_bytes]
         found = found[: len(found) - _num_kept([value.nbytes for value in found])]
+        found = [v for v in found if (v.node.meta.get("block") or "") in self.blocks]
         if not found:
             return PassResult(graph, "no saved value is worth it")
         _take_views_again(changed, found)
@@ -57,10 +58,6 @@ class OffloadActivations(Pass):
         tickets = _write(changed, found, self.folder, window)
         _read(changed, found, tickets, window)
         return PassResult(changed)
-
-    def may_go(self, value: SavedValue) -> bool:
-        block = value.node.meta.get("block") or ""
-        return value.nbytes >= self.least_bytes and block in self.blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,7 +116,7 @@ def fixed_config(strategy: Strategy, blocks: Sequence[str]) -> CandidateConfig |
         interleaved = (strategy.stages_per_rank or 1) > 1
         fixed += [strategy.micro_batches, strategy.schedule or interleaved or None]
     open_to_loss = strategy.compress is None and strategy.lossy
-    if open_to_loss or any(value is None for value in fixed):
+    if open_to_loss or strategy.offload == "auto" or any(value is None for value in fixed):
         return None
     return default_config(strategy, blocks, 0)
 
