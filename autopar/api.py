@@ -230,7 +230,7 @@ def _compile(given: Any, device: torch.device, ranks: int, kind: Any = Distribut
     is_late = is_late and (may_shard or bool(problem.strategy.search))
     module.broadcast_parameters(replicated_dtensors=is_late, init_fn=given.init_fn)
     if given.example_inputs is not None:
-        module.plan_for(*module.own_rows(*flattened(given.example_inputs)))
+        module.plan_for(*module.group_arguments(*flattened(given.example_inputs)))
     elif plan is not None:
         module.apply_plan(planner.agreed(plan))
     if given.verify:

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +22,13 @@ from autopar.common.world import rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
 from autopar.cost_model.measurement.sampling import ReportProgress
+from autopar.cost_model.measurement.storage_bench import measure_storage
 from autopar.errors import StrategyError
+from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.start import ensure_process_group
+
+STORAGE_S = 8.0
+"""Seconds to spend on storage."""
 
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others."""
@@ -45,6 +51,7 @@ def add_to(commands: Any) -> None:
     add("--dtype", default="float32", choices=DTYPES)
     add("--sizes", type=sizes_of, default=SIZES, help="such as 64KiB,1MiB,16MiB")
     add("--mesh", type=mesh_of, help="only groups along the axes of this mesh, such as dp=2,tp=4")
+    add("--offload-dir", metavar="DIR", help="also time the storage under this folder")
     add("--no-cache", action="store_true", help="neither read nor write the cache")
     add("--force", action="store_true", help="measure even if the cached times still hold")
     add("--json", action="store_true", help=JSON)
@@ -93,6 +100,7 @@ def _launch(options: argparse.Namespace) -> int:
     words = ["--budget", str(options.budget), "--dtype", options.dtype]
     words += ["--sizes", ",".join(map(str, options.sizes))]
     words += ["--output", options.output] if options.output else []
+    words += ["--offload-dir", options.offload_dir] if options.offload_dir else []
     mesh = ",".join(f"{name}={size}" for name, size in (options.mesh or {}).items())
     words += ["--mesh", mesh] if mesh else []
     for name in ("no_cache", "force", "json"):
@@ -112,6 +120,9 @@ def _measure(options: argparse.Namespace) -> None:
             fresh=options.force,
             progress=tell,
         )
+    if options.offload_dir:
+        timed = run_on_all_ranks(lambda: measure_storage(options.offload_dir, STORAGE_S))
+        cluster = replace(cluster, storage=timed)
     if rank() != 0:
         return
     if options.output:
@@ -136,13 +147,21 @@ def _progress(console: PlainConsole) -> Iterator[ReportProgress | None]:
 
 def table(cluster: Cluster) -> Table:
     """Each curve in a row: milliseconds by size, GB/s at the largest size, error bar."""
-    shown = _spread_out({n for entry in cluster.curves.values() for n in entry.curve.bytes})
+    sizes = {n for entry in cluster.curves.values() for n in entry.curve.bytes}
+    shown = _spread_out(sizes or set(cluster.storage.read.bytes if cluster.storage else ()))
     right = ("group", "at once", *map(in_units, shown), "GB/s", "±")
     drawn = plain_table(f"{cluster.name}, {cluster.provenance}", ["collective"], right)
     drawn.padding = (0, 1, 0, 0)
     drawn.caption = "groups: nodes x ranks on each, at once; times in ms"
     if not cluster.curves:
         drawn.caption = "one process: no collectives"
+    for name in ("write", "read") if cluster.storage else ():
+        curve = getattr(cluster.storage, name)
+        rate = f"{curve.bytes[-1] / curve.seconds[-1] / 1e9:.3g}"
+        times = (f"{curve(n) * 1e3:.3g}" for n in shown)
+        drawn.add_row(
+            f"storage {name}", "", "", *times, rate, f"{curve.error(curve.bytes[-1]):.0%}"
+        )
     for key, entry in sorted(cluster.curves.items()):
         curve = entry.curve
         drawn.add_row(

@@ -19,6 +19,7 @@ from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyW
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Gradient
+from autopar.operators.offload import storage_in
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.follow import follow
@@ -136,9 +137,12 @@ class LivePlanner:
         """The plan, after checking that all ranks have it; warns where it compresses.
 
         Raises:
-            DisagreementError: ranks have different plans.
+            DisagreementError: ranks have different plans, or one cannot use its storage.
+            OffloadError: this rank cannot.
         """
         assert_same_across_ranks({"plan": plan.digest()}, "Give every rank the same plan.")
+        if plan.offload:
+            run_on_all_ranks(lambda: storage_in(plan.offload_dir))
         for line in compressed(plan):
             warn_once(LossyWarning, f"under autopar's plan {line}")
         if self.recorder is not None:

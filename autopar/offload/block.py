@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar._torch import pytree
+from autopar.common.block_storage import Extent, round_up
 from autopar.errors import StrategyError
-from autopar.offload.storage import Extent, round_up
 from autopar.runtime.parameters.distribute import local_part
 
 ALIGNMENT = 64
@@ -124,6 +124,11 @@ class StateBlock:
         for tensor, view in zip(self._stored, self._views(buffer), strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
+        self.release()
+
+    def release(self) -> None:
+        """Frees the memory of the states."""
+        for tensor in self._stored:
             tensor.data = tensor.new_empty(0)
 
     def _local_states(self) -> list[Tensor]:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.common.block_storage import BlockStorage
 from autopar.common.checks import nbytes
 from autopar.errors import StrategyError
 from autopar.offload.block import StateBlock, hyperparameters
 from autopar.offload.separable import check_separable
-from autopar.offload.storage import BlockStorage
 from autopar.runtime.agreement.consensus import is_multi_rank, run_on_all_ranks
 from autopar.runtime.agreement.optimizer_steps import trains_a_module
 from autopar.runtime.parameters.distribute import is_remote, local_part
@@ -100,7 +100,8 @@ class OffloadedOptimizer(Optimizer):
     def read_states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Copies of the states of all parameters; the inner optimizer's keys, and "master"."""
         found: dict[torch.Tensor, dict[str, Any]] = {}
-        for _, block in self._stream([entry for entry in self._blocks if entry[1].extent]):
+        stored = [entry for entry in self._blocks if entry[1].extent]
+        for _, block in self._stream(stored, changes=False):
             found |= {p: block.state_of(index) for index, p in enumerate(block.parameters)}
         return {parameter: state for parameter, state in found.items() if state}
 
@@ -173,9 +174,9 @@ class OffloadedOptimizer(Optimizer):
         return nn.Parameter(value)
 
     def _stream(
-        self, entries: Sequence[tuple[dict[str, Any], StateBlock]]
+        self, entries: Sequence[tuple[dict[str, Any], StateBlock]], changes: bool = True
     ) -> Iterator[tuple[dict[str, Any], StateBlock]]:
-        """Yields blocks with their states in memory; reads ahead and writes behind."""
+        """Yields blocks with their states in memory; reads ahead, and writes `changes` behind."""
         reads = deque(map(self._begin_read, (block for _, block in entries[:1])))
         for index, (group, block) in enumerate(entries):
             if index + 1 < len(entries):
@@ -185,7 +186,11 @@ class OffloadedOptimizer(Optimizer):
                 reading.result()
                 block.attach(buffer)
             yield group, block
-            self._write(block, buffer)
+            if changes:
+                self._write(block, buffer)
+            elif buffer is not None:
+                block.release()
+                self._free.append(buffer)
         while self._writing:
             self._finish_write()
 

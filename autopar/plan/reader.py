@@ -32,6 +32,8 @@ ADDED: dict[str, Any] = {
     "search": None,
     "bucket_bytes": [],
     "local_steps": None,
+    "offload": [],
+    "offload_dir": "",
 }
 """Fields that older documents of this schema lack."""
 
@@ -126,6 +128,10 @@ def _check_parameters(plan: PlanSpec) -> None:
     if names and "" not in dict(plan.zero_stages):
         raise FieldError("$.zero_stages", 'lacks the stage of "", all that is outside of blocks')
     _check_names("$.recompute", dict(plan.zero_stages), (block for block, _ in plan.recompute))
+    _check_unique("$.offload", plan.offload)
+    _check_names("$.offload", dict(plan.zero_stages), plan.offload)
+    if plan.offload and not plan.offload_dir:
+        raise FieldError("$.offload_dir", "is empty: expected the folder of $.offload")
     for kind in KINDS:
         for index, group in enumerate(getattr(plan.buckets, kind)):
             path = f"$.buckets.{kind}[{index}]"

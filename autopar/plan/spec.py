@@ -35,7 +35,7 @@ SCHEMA_VERSION = 7
 _NOT_RUN = (
     "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
     "parameter_dtypes", "sent_bytes", "runners_up", "search", "cluster", "comm_backend", "notes",
-    "torch",
+    "torch", "offload_dir",
 )  # fmt: skip
 """Fields that only describe a plan; `PlanSpec.digest` ignores them."""
 
@@ -67,6 +67,8 @@ class PlanSpec:
         overlaps: start and wait of each collective, by pipeline stage; replaces `prefetch` and
             `in_flight` if present.
         recompute: checkpointing level of each block.
+        offload: blocks whose saved activations lie on storage; "" for everything outside of blocks.
+        offload_dir: folder on the storage of each rank.
         activation_bytes: limit of saved activations, in bytes; None for no limit.
         batch_semantics: "global" for the step of one device on the whole batch; "local" for
             losses of each rank's own rows, with averaged gradients.
@@ -112,6 +114,8 @@ class PlanSpec:
     in_flight: Count = 0
     overlaps: tuple[Overlap, ...] = ()
     recompute: tuple[tuple[str, Level], ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_dir: str = ""
     activation_bytes: Count | None = None
     batch_semantics: GlobalOrLocal = "global"
     local_steps: PlannedSteps | None = None

@@ -45,6 +45,9 @@ class Strategy:
     Attributes:
         zero: ZeRO stage of every block, or a mapping of block names to stages.
         recompute: level of activation checkpointing.
+        offload: "activations" to keep saved activations on storage between forward and backward,
+            "auto" to allow it where nothing cheaper fits, "none" or None for memory only.
+        offload_dir: folder on the storage of each rank, for `offload`.
         gather_bytes: size of parameter buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of parameter buckets gathered ahead; None to schedule each collective.
@@ -94,6 +97,8 @@ class Strategy:
 
     zero: int | Mapping[str, int] | None = None
     recompute: Level | None = None
+    offload: Literal["none", "activations", "auto"] | None = None
+    offload_dir: str | None = None
     gather_bytes: int | None = None
     reduce_bytes: int | None = None
     prefetch: int | None = None
@@ -132,6 +137,8 @@ class Strategy:
 
     def _contradiction(self) -> str | None:
         """Text on fields that contradict each other."""
+        if self.offload not in (None, "none") and self.offload_dir is None:
+            return f"offload={self.offload!r} needs a folder: give Strategy(offload_dir=...) too"
         if self.stages == 1 and (self.schedule or self.split_points):
             return "schedule and split_points need a pipeline: give Strategy(pp=...) too"
         if (self.stages_per_rank or 1) > 1 and self.schedule not in (None, "interleaved"):
@@ -322,6 +329,8 @@ def _placements(name: str, value: Any) -> None:
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "zero": _zero,
     "recompute": lambda name, value: choice(name, value, get_args(Level)),
+    "offload": lambda name, value: choice(name, value, ("none", "activations", "auto")),
+    "offload_dir": lambda name, value: text(name, value, "give the name of a folder"),
     "gather_bytes": lambda name, value: count(name, value, 1, MAX_BYTES),
     "reduce_bytes": lambda name, value: count(name, value, 1, MAX_BYTES),
     "prefetch": lambda name, value: count(name, value, 0, MOST_PREFETCH),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import Optimizer, UpdateCost, measure_update
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup
+from autopar.cost_model.measurement.storage_bench import measure_storage
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.memory.workspace import Workspace
@@ -50,16 +52,20 @@ def measure_machine(
     backend: str = EAGER,
     dtype: torch.dtype = torch.float32,
     limit_s: float = math.inf,
+    offload_dir: str = "",
 ) -> Machine:
     """Measures a machine, the running one for `cluster=None`, or loads earlier measurements.
 
-    All live ranks call this at once. Operators that take longer than `limit_s` are modelled.
+    All live ranks call this at once. Operators that take longer than `limit_s` are modelled. The
+    storage of `offload_dir` is measured if it is given.
     """
     if cluster is None:
         mesh_sizes = {"dp": world_size()}
         cluster = measure(
             device=device, collectives=_COLLECTIVES, mesh=mesh_sizes, budget_s=_QUICK_S
         )
+    if offload_dir and cluster.storage is None and Path(offload_dir).is_dir():
+        cluster = replace(cluster, storage=measure_storage(offload_dir))
     ranks = ranks_of(live=live)
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live else _priced_device(device, cluster)

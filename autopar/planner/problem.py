@@ -114,6 +114,7 @@ class PlanningProblem:
             mesh=self.mesh,
             zero_stages=tuple((block, 0) for block in self.blocks),
             batch=self.batch,
+            offload_dir=self.strategy.offload_dir or "",
             activation_bytes=self.strategy.activation_bytes,
             batch_semantics=self.strategy.batch_semantics,
             precision=self.precision,
@@ -236,4 +237,5 @@ def is_baseline(plan: Plan) -> bool:
     levels = {level for _, level in plan.recompute}
     lossy = any((*plan.compressions.reduce, *plan.compressions.gather))
     uniform = stages in ({0}, {3}) and len(levels) <= 1 and not plan.hybrid
-    return uniform and plan.dp_size == plan.world_size and not lossy and not plan.overlaps
+    other = lossy or plan.overlaps or plan.offload
+    return uniform and plan.dp_size == plan.world_size and not other

@@ -76,6 +76,7 @@ def figures(plan: PlanSpec) -> dict[str, Any]:
         "mesh": dict(plan.mesh),
         "zero_stages": dict(plan.zero_stages),
         "recompute": {block: level for block, level in plan.recompute if level != "none"},
+        "offload": list(plan.offload),
         "pipeline": None if plan.pipeline is None else str(plan.pipeline),
         "batch": plan.batch,
         "precision": plan.precision,

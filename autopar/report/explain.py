@@ -37,6 +37,9 @@ def explain(plan: PlanSpec) -> str:
                 parts = ", ".join(f"{level} in {count}" for level, count in again.items())
                 blocks = f"{parts} of {len(plan.recompute)} blocks"
                 lines.append(f"Memory costs time: activations are computed again ({blocks}).")
+            if away := len(plan.offload):
+                parts = f"those of {away} of {len(plan.recompute)} blocks lie on storage"
+                lines.append(f"Memory costs time: activations leave it ({parts}).")
         figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
         if changes := [*_memory(plan, p), *_links(plan, p)]:

@@ -57,6 +57,8 @@ def layout(plan: PlanSpec) -> list[str]:
         grid.add_row(span, str(stage), kinds, human_bytes(whole), human_bytes(held), level)
     mesh = f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}"
     lines = [_render(grid), *_stages(plan), mesh, *precision_line(plan), *compressed(plan)]
+    if plan.offload:
+        lines.append(f"activations of {len(plan.offload)} blocks lie in {plan.offload_dir}")
     if plan.sent_bytes:
         sent = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
         lines.append(f"a rank sends {sent} a step")

@@ -135,7 +135,7 @@ class DistributedModule(StatefulModule):
         captured = self._context.last_capture
         return None if captured is None else captured.rows_of_outputs
 
-    def own_rows(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Any]:
+    def group_arguments(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Any]:
         """The flattened arguments of a call that the ranks of the plan share."""
         return leaves, structure
 

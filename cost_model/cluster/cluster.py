@@ -31,6 +31,7 @@ from autopar.cost_model.collectives import Link, Transfer, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured, curve_row
 from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.storage import Storage
 from autopar.cost_model.topology.devices import Device
 from autopar.cost_model.topology.topology import repeated
 
@@ -50,6 +51,7 @@ _KINDS: Mapping[str, Any] = {
     "topology": nx.Graph | None,
     "figures": Device | None,
     "link": Link | None,
+    "storage": Storage | None,
 }
 
 
@@ -75,6 +77,7 @@ class Cluster:
         link: round figures for collectives without a curve; None to refuse these.
         device_memory_bytes: memory that one rank may fill, in bytes, if known.
         host_memory_bytes: memory of one node, in bytes, if known.
+        storage: times of a rank's local storage; None if not measured.
         schema_version: version of the JSON document.
     """
 
@@ -93,6 +96,7 @@ class Cluster:
     link: Link | None = None
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
+    storage: Storage | None = None
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __post_init__(self) -> None:
@@ -173,6 +177,7 @@ class Cluster:
         data["versions"] = dict(self.versions)
         data["slowdown"] = dataclasses.asdict(self.slowdown)
         data["link"] = dataclasses.asdict(self.link) if self.link else None
+        data["storage"] = dataclasses.asdict(self.storage) if self.storage else None
         data["figures"] = self.figures.to_dict() if self.figures else None
         if self.topology is not None:
             data["topology"] = nx.node_link_data(self.topology, edges="edges")

@@ -14,6 +14,7 @@ from autopar.cost_model.cost import KINDS, ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.storage import Storage
 from autopar.cost_model.topology.devices import Device
 
 AGAIN = "Measure the cluster again, or correct the field."
@@ -74,6 +75,31 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graph: dict[str, Any]
 
 
+class CurvePoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Points of a curve of storage."""
+
+    bytes: tuple[Positive, ...]
+    seconds: tuple[Rate, ...]
+    spread: tuple[Amount, ...]
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(self.bytes, self.seconds, self.spread)
+
+
+class StorageRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured storage, as `dataclasses.asdict` writes it."""
+
+    write: CurvePoints
+    read: CurvePoints
+    provenance: Provenance
+    folder: str
+
+    @property
+    def entry(self) -> Storage:
+        return Storage(self.write.curve, self.read.curve, self.provenance, self.folder)
+
+
 class ClusterDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of a cluster, as `Cluster.to_dict` writes them."""
 
@@ -93,6 +119,7 @@ class ClusterDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory_bytes: Positive | None
     host_memory_bytes: Positive | None
     schema_version: int
+    storage: StorageRow | None = None  # older documents lack it
 
 
 def cluster_fields(data: Any, source: str) -> dict[str, Any]:
@@ -104,6 +131,7 @@ def cluster_fields(data: Any, source: str) -> dict[str, Any]:
     document = read(data, ClusterDocument, source, ClusterError, AGAIN, _check)
     values = {name: getattr(document, name) for name in ClusterDocument.__struct_fields__}
     values["curves"] = {row.key: row.entry for row in document.curves}
+    values["storage"] = document.storage and document.storage.entry
     if document.topology is not None:
         values["topology"] = nx.node_link_graph(data["topology"], edges="edges")
     return values
@@ -116,6 +144,11 @@ def _check(document: ClusterDocument) -> None:
             "$.ranks_per_node",
             f"is {document.ranks_per_node}, but $.world_size is {document.world_size}",
         )
+    if document.storage is not None:
+        try:
+            _ = document.storage.entry
+        except ClusterError as error:
+            raise FieldError("$.storage", f"has no curves: {error}") from error
     seen: set[CurveKey] = set()
     for index, row in enumerate(document.curves):
         path = f"$.curves[{index}]"

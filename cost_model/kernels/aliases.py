@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar._torch import OpOverload
 from autopar.cost_model.collectives import collective_of, is_wait
+from autopar.cost_model.storage import is_storage_wait, transfer_of
 
 aten = torch.ops.aten
 
@@ -59,14 +60,14 @@ def find_storages(graph: fx.Graph) -> tuple[list[Storage], dict[fx.Node, tuple[i
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node computes nothing: a view, a wait, or an element of a tuple."""
-    if node.target is operator.getitem or is_wait(node):
+    if node.target is operator.getitem or is_wait(node) or is_storage_wait(node):
         return True
     return _rule(node.target) == "view"
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node runs a kernel: it is no view, and issues no collective and waits for none."""
-    return not is_view(node) and collective_of(node) is None
+    """Whether a node runs a kernel: it is no view, issues nothing, and waits for nothing."""
+    return not is_view(node) and collective_of(node) is None and transfer_of(node) is None
 
 
 def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -79,7 +80,8 @@ def _shared(node: fx.Node, behind: Mapping[fx.Node, tuple[int, ...]]) -> tuple[i
         first = len(_tensors_in(source.meta["val"][:index]))  # type: ignore[union-attr]
         return storages[first : first + len(_vals(node))]
     rule = _rule(node.target)
-    if is_wait(node) or rule == "view" or (rule == "perhaps" and _returns_input(node)):
+    waits = is_wait(node) or is_storage_wait(node)
+    if waits or rule == "view" or (rule == "perhaps" and _returns_input(node)):
         base = node.args[0]
         storages = behind[base] if isinstance(base, fx.Node) else ()
         return storages * len(_vals(node)) if len(storages) == 1 else storages

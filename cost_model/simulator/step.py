@@ -1,7 +1,8 @@
 """`simulate`: time and memory of a lowered training step, without running it.
 
 Operators run one after another on the compute stream. A collective starts once it is issued and
-the stream of its axis is free. A wait stalls compute until the collective has ended.
+the stream of its axis is free. A wait stalls compute until the collective has ended. Reads and
+writes of storage follow one another on a stream of their own, and slow nothing down.
 
 The host issues all of these to a GPU, one after another: none starts before it is issued, and views
 take time of the host only. The step ends when both have. The host waits for the device only where
@@ -21,13 +22,15 @@ from autopar.common.deadline import check_time
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
 from autopar.cost_model.cost import Cost
+from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.peak import Memory, simulate_memory
 from autopar.cost_model.simulator.exposure import Exposure, apportion
 from autopar.cost_model.simulator.streams import Clock, Event, Flight
+from autopar.cost_model.storage import LANE, UNMEASURED, WRITE, is_storage_wait, transfer_of
 from autopar.formatting import milliseconds
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 
 WORTH_NAMING = 0.05
 """Least part of a step in which the device waits for its host, for a note."""
@@ -161,6 +164,11 @@ class _Run:
                     self._issue(node)
                 elif is_wait(node) and (source := issuer(node)) is not None:
                     self._wait(node, source)
+                elif (kind := transfer_of(node)) is not None:
+                    self._move(node, kind)
+                elif is_storage_wait(node):
+                    flight = self.flights[begun := _begun(node)]
+                    self._expose(begun, self.clock.wait(node.name, flight))
                 else:
                     self._compute(node.name, cost := operators.seconds(node))
                     if cost.host_s and reads_device(node):
@@ -194,6 +202,16 @@ class _Run:
         self.communication_s += price.seconds
         self.prices[node] = max(0.0, price.seconds - issue.seconds)
         self.flights[node] = self.clock.issue(node.name, transfer, self.prices[node])
+
+    def _move(self, node: fx.Node, kind: str) -> None:
+        """Starts to write a value to storage, or to read one."""
+        moved = node.args[0] if kind == WRITE else node
+        nbytes = sum(map(tensor_bytes, tensors(moved)))  # type: ignore[arg-type]
+        price = (self.cluster.storage or UNMEASURED).seconds(kind, nbytes)
+        self.sources[price.kind] += 1
+        self.prices[node] = price.seconds
+        transfer = Transfer(kind, LANE, nbytes, GroupShape(1, 1), "uint8")
+        self.flights[node] = self.clock.issue(node.name, transfer, price.seconds)
 
     def _wait(self, node: fx.Node, source: fx.Node) -> None:
         """Stalls until a collective has ended and late ranks have come.
@@ -255,3 +273,10 @@ class _Run:
                 else:
                     ready_s = max(ready_s, self.ends.get(node, 0.0))
         return ready_s + copied_s
+
+
+def _begun(wait: fx.Node) -> fx.Node:
+    """The transfer that a wait of storage is for."""
+    begun = wait.args[0]
+    assert isinstance(begun, fx.Node)
+    return begun

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autopar.cost_model.cluster.interference import Slowdown
 from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.storage import LANE
 
 COMPUTE = "compute"
 _ROUNDING_S = 1e-12  # remainders below this are rounding errors
@@ -22,7 +23,8 @@ _ROUNDING_S = 1e-12  # remainders below this are rounding errors
 class Event:
     """An interval on a stream, in seconds from the start of the step.
 
-    The stream is "compute" or a mesh axis, the kind "compute", "wait" or a collective.
+    The stream is "compute", "storage" or a mesh axis. The kind is "compute", "wait", a collective,
+    "storage write" or "storage read".
     """
 
     name: str
@@ -96,6 +98,8 @@ class Clock:
         """Appends a collective to the queue of its axis."""
         slowdown, nbytes = self._slowdown, transfer.nbytes
         factors = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
+        if transfer.axis == LANE:
+            factors = 1.0, 1.0
         now = self.now
         flight = Flight(name, transfer, seconds, now, now, now, *factors)
         if seconds > 0.0:
@@ -159,6 +163,11 @@ class Clock:
 
 def _pace(flight: Flight, heads: list[Flight], computing: bool) -> float:
     """Simulated seconds for each second of a collective, among those that run at once."""
+    if flight.transfer.axis == LANE:
+        return 1.0
     crosses = flight.transfer.shape.nodes > 1
-    sharing = sum((other.transfer.shape.nodes > 1) == crosses for other in heads)
+    sharing = sum(
+        (other.transfer.shape.nodes > 1) == crosses and other.transfer.axis != LANE
+        for other in heads
+    )
     return sharing * (flight.beside_compute if computing else 1.0)

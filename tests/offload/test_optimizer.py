@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import autopar
+from autopar.common import block_storage
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
-from autopar.offload import storage
 from benchmarks.memoize import memoized_capture
 from tests.harness.training import close, fixed
 from tests.harness.worlds import run
@@ -188,7 +188,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage.os, "posix_fallocate", full)
+    monkeypatch.setattr(block_storage.os, "posix_fallocate", full)
     model = make_regressor()
     optimizer = offloaded(optim.AdamW, model.parameters(), tmp_path)
     model(*batch(0)).backward()

@@ -20,6 +20,7 @@ class CandidateConfig:
     """Choices of the planner on one mesh.
 
     Attributes:
+        offload: blocks whose saved activations lie on storage.
         gather_bytes: size of gather buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of buckets gathered ahead.
@@ -43,6 +44,7 @@ class CandidateConfig:
     compress_gathers: str = ""
     compress_activations: str = ""
     hierarchical: bool = False
+    offload: tuple[str, ...] = ()
 
     def named(self, mesh: Mapping[str, int]) -> str:
         """The name of its plan: axes of the mesh, ZeRO stages, and the other choices."""
@@ -53,6 +55,8 @@ class CandidateConfig:
         parts = parts or ["single device"]
         if any(level != "none" for _, level in self.recompute):
             parts.append("recompute " + _counted(level for _, level in self.recompute))
+        if self.offload:
+            parts.append(f"offload x{len(self.offload)}")
         parts.append(f"buckets {max(self.gather_bytes, self.reduce_bytes) / 2**20:g} MiB")
         if self.prefetch != 1:
             parts.append(f"prefetch {self.prefetch}")
@@ -112,7 +116,7 @@ def fixed_config(strategy: Strategy, blocks: Sequence[str]) -> CandidateConfig |
         interleaved = (strategy.stages_per_rank or 1) > 1
         fixed += [strategy.micro_batches, strategy.schedule or interleaved or None]
     open_to_loss = strategy.compress is None and strategy.lossy
-    if open_to_loss or any(value is None for value in fixed):
+    if open_to_loss or strategy.offload == "auto" or any(value is None for value in fixed):
         return None
     return default_config(strategy, blocks, 0)
 
@@ -133,6 +137,7 @@ def default_config(strategy: Strategy, blocks: Sequence[str], zero_stage: int) -
         compress_gathers=compression_of(strategy.compress_gathers),
         compress_activations=compression_of(strategy.compress_activations),
         hierarchical=bool(strategy.hierarchical),
+        offload=tuple(blocks) if strategy.offload == "activations" else (),
     )
 
 

@@ -106,7 +106,7 @@ class SpmdEvaluator(Evaluator):
         prefix, rest = self._passes(plan)
         sized = config.reduce_bytes if self.setup.op_strategies else 0
         graph = self._prefixes.get(
-            (plan.zero_stages, plan.recompute, sized),
+            (plan.zero_stages, plan.recompute, plan.offload, sized),
             lambda: run_passes(replace(self.setup.graph, axes=Layout(plan).axes), prefix),
         )
         plan = replace(plan, notes=(*plan.notes, *graph.notes))

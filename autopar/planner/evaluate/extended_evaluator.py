@@ -24,8 +24,8 @@ from autopar.report.plan import Plan
 Figures = Mapping[tuple[str, str], float]
 """Figures that add up over blocks, by the field of a prediction and the key within."""
 
-Class = tuple[int, Level]
-"""ZeRO stage and recomputation of a block."""
+Class = tuple[int, Level, bool]
+"""ZeRO stage, recomputation and offload of a block."""
 
 SCALARS = (
     "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "peak_bytes", "node_bytes",
@@ -130,7 +130,9 @@ class ExtendedEvaluator(Evaluator):
     def _mixtures(self, config: CandidateConfig) -> Iterator[tuple[float, tuple[Class, ...]]]:
         """Classes of the blocks of each kind, and the share of blocks that are so."""
         zero, levels = dict(config.zero_stages), dict(config.recompute)
-        counts = [Counter((zero[b], levels[b]) for b in kind) for kind in self.kinds]
+        counts = [
+            Counter((zero[b], levels[b], b in config.offload) for b in kind) for kind in self.kinds
+        ]
         for classes in product(*counts):
             weight = 1.0
             for kind, found, own in zip(self.kinds, counts, classes, strict=True):
@@ -157,14 +159,17 @@ class ExtendedEvaluator(Evaluator):
         self, reduced: ReducedEvaluator, classes: Sequence[Class], config: CandidateConfig
     ) -> CandidateConfig:
         zero, levels = dict(config.zero_stages), dict(config.recompute)
-        for kind, (stage, level) in zip(self.kinds, classes, strict=True):
+        offloaded = set(config.offload)
+        for kind, (stage, level, away) in zip(self.kinds, classes, strict=True):
             zero |= dict.fromkeys(kind, stage)
             levels |= dict.fromkeys(kind, level)
+            offloaded = offloaded.union(kind) if away else offloaded.difference(kind)
         blocks = [(own, reduced.blocks[own]) for own in reduced.evaluator.setup.blocks]
         return replace(
             config,
             zero_stages=tuple((own, zero[block]) for own, block in blocks),
             recompute=tuple((own, levels[block]) for own, block in blocks),
+            offload=tuple(own for own, block in blocks if block in offloaded),
         )
 
 

@@ -13,6 +13,7 @@ from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
+from autopar.cost_model.storage import UNMEASURED
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import Replicate, Shard
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
@@ -101,6 +102,7 @@ class EvaluationSetup:
             ),
             zero_stages=config.zero_stages,
             recompute=config.recompute,
+            offload=config.offload,
             compressions=Compressions(activations=config.compress_activations),
             prefetch=config.prefetch,
             in_flight=IN_FLIGHT if any(zero.values()) else 0,
@@ -131,6 +133,8 @@ class EvaluationSetup:
     def candidate(self, config: CandidateConfig, plan: Plan, prediction: Prediction) -> Candidate:
         """The candidate of a plan and its prediction; calls `note`."""
         notes = (*plan.notes, *self.overhead.gaps())
+        if plan.offload and self.cluster.storage is None:
+            notes += (f"storage: {UNMEASURED.provenance}; autopar measure --offload-dir times it",)
         plan = replace(plan, prediction=prediction, notes=notes)
         self.note(plan)
         return Candidate(config, plan, prediction)

@@ -51,7 +51,7 @@ def _text(graph: TrainingGraph, plan: Plan) -> Iterator[Any]:
         target = str(node.target) if node.op in ("call_function", "output") else node.op
         yield target, repr(plain(node.args)), repr(plain(node.kwargs))
         yield node.meta.get("phase"), type_text(node) if node.op != "output" else ""
-        yield number("block", block), stages.get(block), levels.get(block)
+        yield number("block", block), stages.get(block), levels.get(block), block in plan.offload
         yield repr(node.meta.get("batch_dims"))
     for role in (*graph.inputs, *graph.outputs):
         yield type(role).__name__

@@ -243,9 +243,35 @@ class _ConfigSearch:
         return self.recomputed(config) or self.recomputed(smaller)
 
     def recomputed(self, config: CandidateConfig) -> Candidate | None:
-        """The candidate with the least recomputation that fits, raised block by block."""
+        """The fastest of the candidates that fit with the least recomputation and offload."""
         if self.fits(self.evaluate(config)):
             return self.evaluate(config)
+        found = [self.raised_levels(config)]
+        if self.strategy.offload == "auto":
+            found += self.offloaded(config)
+        return self.best(found)
+
+    def offloaded(self, config: CandidateConfig) -> Iterator[Candidate | None]:
+        """Candidates of each level of recomputation that fit with the fewest blocks offloaded.
+
+        The last recomputes the fewest blocks beside an offload of all.
+        """
+        levels = LEVELS if self.strategy.recompute is None else (self.strategy.recompute,)
+        everything = replace(config, offload=tuple(self.raise_order))
+        for level in levels:
+            base = self.recomputing(config, level, len(self.raise_order))
+            with_blocks = partial(self.offloading, base)
+            if self.fits(self.evaluate(with_blocks(len(self.raise_order)))):
+                fits_already = self.fits(self.evaluate(base))
+                yield self.evaluate(base) if fits_already else self.fewest_blocks(with_blocks)
+        if len(levels) > 1 and not self.fits(self.evaluate(everything)):
+            yield self.raised_levels(everything)
+
+    def offloading(self, config: CandidateConfig, count: int) -> CandidateConfig:
+        return replace(config, offload=tuple(self.raise_order[:count]))
+
+    def raised_levels(self, config: CandidateConfig) -> Candidate | None:
+        """The candidate with the least recomputation that fits, raised block by block."""
         if self.strategy.recompute is not None:
             return None
         for level in LEVELS[1:]:
@@ -428,6 +454,7 @@ def _identity(candidate: Candidate) -> tuple[object, ...]:
     return (
         plan.zero_stages,
         plan.recompute,
+        plan.offload,
         plan.buckets,
         plan.compressions,
         plan.levels,

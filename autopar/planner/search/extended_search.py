@@ -102,6 +102,7 @@ def config_of(plan: Plan, strategy: Strategy, blocks: Sequence[str]) -> Candidat
         default_config(strategy, blocks, 0),
         zero_stages=plan.zero_stages,
         recompute=plan.recompute,
+        offload=plan.offload,
         gather_bytes=gather_bytes,
         reduce_bytes=reduce_bytes,
         prefetch=plan.prefetch,

@@ -71,7 +71,8 @@ def measure_problem(
     if not live and absent(problem.device, problem.cluster):
         graphs = {}  # every time is modelled
     zero_stages = (0, 3) if problem.dp_size > 1 else (0,)
-    configs = [default_config(problem.strategy, problem.blocks, stage) for stage in zero_stages]
+    in_memory = replace(problem.strategy, offload=None)
+    configs = [default_config(in_memory, problem.blocks, stage) for stage in zero_stages]
     if problem.strategy.compress is None:
         methods = [(compression_of(method),) for method in problem.strategy.lossy]
         configs += [replace(config, compress=method) for config in configs for method in methods]
@@ -95,6 +96,7 @@ def measure_problem(
         backend=problem.backend,
         dtype=problem.dtype,
         limit_s=limit_s,
+        offload_dir=problem.strategy.offload_dir or "",
     )
     if problem.strategy.axes and machine.operators.present:
         machine = time_shards(machine, nodes, live=live, limit_s=limit_s)

@@ -175,6 +175,9 @@ class _OomAdvisor:
     def same_graphs(self) -> Iterator[Suggestion]:
         """Suggestions that need no other captures or measurements."""
         strategy = self.problem.strategy
+        if strategy.offload is None:
+            where = strategy.offload_dir or "FOLDER"
+            yield self.strategy_with("storage", False, offload="auto", offload_dir=where)
         recomputes = strategy.recompute in (None, "full")
         if not recomputes:
             yield self.strategy_with("activations computed again", False, recompute=None)

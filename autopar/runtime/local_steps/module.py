@@ -119,7 +119,7 @@ class LocalStepsModule(DistributedModule):
             if training:
                 leaves, structure = flatten((args, kwargs))
                 rows = self._shard_of_group(leaves, structure).rows
-                args, kwargs = pytree.tree_unflatten(*self.own_rows(leaves, structure))
+                args, kwargs = pytree.tree_unflatten(*self.group_arguments(leaves, structure))
             result = super().forward(*args, **kwargs)
         if training and self._rounds is not None:
             self._rounds.saw(rows)
@@ -163,7 +163,7 @@ class LocalStepsModule(DistributedModule):
                 LossyWarning, "the outer optimizer starts anew: the state dict lacks its state"
             )
 
-    def own_rows(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Any]:
+    def group_arguments(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Any]:
         """The flattened arguments of a call with this group's rows of the batch."""
         shard = self._shard_of_group(leaves, structure)
         tensors = iter(shard.tensors)

@@ -18,7 +18,11 @@ from pathlib import Path
 
 from autopar.errors import OffloadError
 
+Memory = mmap.mmap | memoryview
+
 PAGE = mmap.PAGESIZE
+PIECE = 4 << 20
+"""Bytes that are copied at once to where direct transfers may start."""
 
 
 def round_up(size: int, unit: int = PAGE) -> int:
@@ -55,16 +59,20 @@ class BlockStorage:
     def __init__(self, folder: Path, checked: bool = False) -> None:
         self.folder, self.checked = folder, checked
         self.size = 0
+        self._free: dict[int, list[Extent]] = {}
         self._file = _open_anonymous(folder)
+        self._piece = mmap.mmap(-1, PIECE)
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-read")
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-write")
 
     def allocate(self, size: int) -> Extent:
-        """A new extent of at least `size` bytes.
+        """An extent of at least `size` bytes, one that was given back if it has that size.
 
         Raises:
             OffloadError: the disk is full.
         """
+        if known := self._free.get(round_up(size)):
+            return known.pop()
         extent = Extent(self.size, round_up(size))
         try:
             os.posix_fallocate(self._file, extent.offset, extent.size)
@@ -74,16 +82,23 @@ class BlockStorage:
         self.size += extent.size
         return extent
 
-    def read(self, extent: Extent, buffer: mmap.mmap) -> Future[None]:
+    def give_back(self, extent: Extent) -> None:
+        """Lets another use of an extent follow; its content is lost."""
+        self._free.setdefault(extent.size, []).append(extent)
+
+    def read(self, extent: Extent, buffer: Memory) -> Future[None]:
         """Reads an extent into the start of a buffer, once its last write is done."""
         return self._readers.submit(self._read, extent, buffer, extent.writing)
 
-    def write(self, extent: Extent, buffer: mmap.mmap) -> Future[None]:
-        """Writes the start of a buffer to an extent; the buffer may change when it is done."""
-        extent.writing = self._writers.submit(self._write, extent, buffer)
+    def write(self, extent: Extent, buffer: Memory) -> Future[None]:
+        """Writes the start of a buffer to an extent; the buffer may change when it is done.
+
+        Any buffer but an mmap is copied on the way, in pieces of `PIECE` bytes, and not checked.
+        """
+        extent.writing = self._writers.submit(self._write, extent, memoryview(buffer))
         return extent.writing
 
-    def _read(self, extent: Extent, buffer: mmap.mmap, before: Future[None] | None) -> None:
+    def _read(self, extent: Extent, buffer: Memory, before: Future[None] | None) -> None:
         if before is not None:
             before.result()
         view, done = memoryview(buffer)[: extent.size], 0
@@ -97,24 +112,36 @@ class BlockStorage:
             raise self._explain(error, extent.size) from error
         if extent.checksum is not None and zlib.crc32(view) != extent.checksum:
             raise OffloadError(
-                f"states in {self.folder} differ from what was written there ({extent.size} bytes "
-                f"at {extent.offset}): the storage is faulty. Resume from a checkpoint elsewhere."
+                f"offloaded bytes in {self.folder} differ from what was written there "
+                f"({extent.size} bytes at {extent.offset}): the storage is faulty. "
+                "Resume from a checkpoint elsewhere."
             )
 
-    def _write(self, extent: Extent, buffer: mmap.mmap) -> None:
-        view, done = memoryview(buffer)[: extent.size], 0
-        if self.checked:
+    def _write(self, extent: Extent, given: memoryview) -> None:
+        view = given[: extent.size]
+        direct = isinstance(given.obj, mmap.mmap)  # begins at a page
+        if self.checked and direct:
             extent.checksum = zlib.crc32(view)
         try:
-            while done < extent.size:
-                done += os.pwritev(self._file, [view[done:]], extent.offset + done)
+            if direct:
+                self._write_at(extent.offset, view)
+            for start in range(0, 0 if direct else len(view), PIECE):
+                piece = view[start : start + PIECE]
+                self._piece[: len(piece)] = piece
+                whole = memoryview(self._piece)[: round_up(len(piece))]
+                self._write_at(extent.offset + start, whole)
         except OSError as error:
             raise self._explain(error, extent.size) from error
+
+    def _write_at(self, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwritev(self._file, [view[done:]], offset + done)
 
     def _explain(self, error: OSError, size: int) -> OffloadError:
         free = shutil.disk_usage(self.folder).free
         return OffloadError(
-            f"{size} bytes of optimizer states cannot be kept in {self.folder} "
+            f"{size} offloaded bytes cannot be kept in {self.folder} "
             f"({error.strerror}; {free} bytes are free): give a folder with more room"
         )
 

@@ -1,0 +1,1 @@
+"""Training with activations on storage, held against memory and torch's saved-tensor hooks."""

@@ -1,0 +1,63 @@
+"""`Storage`: times of reads and writes of a rank's storage, and the operators that use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.cost_model.cost import Cost
+from autopar.cost_model.curves.curve import Curve
+
+LANE = "storage"
+"""Stream of transfers in a simulated step."""
+
+WRITE, READ = "storage write", "storage read"
+_TRANSFERS = {"offload": WRITE, "prefetch": READ}
+_WAITS = ("offloaded", "prefetched")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Times of transfers past the page cache while all ranks of a node use their files.
+
+    Attributes:
+        write: seconds of a write by bytes.
+        read: seconds of a read by bytes.
+        provenance: origin of both.
+        folder: folder that was measured; "" for none.
+    """
+
+    write: Curve
+    read: Curve
+    provenance: str
+    folder: str = ""
+
+    def seconds(self, kind: str, nbytes: int) -> Cost:
+        """The time of a transfer, of kind `WRITE` or `READ`."""
+        curve = self.write if kind == WRITE else self.read
+        return Cost(curve(nbytes), self.provenance)
+
+
+UNMEASURED = Storage(
+    Curve((1 << 20, 1 << 26), (1.2e-3, 6.8e-2)),
+    Curve((1 << 20, 1 << 26), (1.2e-3, 6.8e-2)),
+    "modelled by 1 GB/s, because storage was not measured",
+)
+
+
+def transfer_of(node: fx.Node) -> str | None:
+    """The kind of transfer that a node begins; None for other nodes."""
+    return _TRANSFERS.get(_own_name(node))
+
+
+def is_storage_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a transfer, which its first argument began."""
+    return _own_name(node) in _WAITS
+
+
+def _own_name(node: fx.Node) -> str:
+    target: Any = node.target
+    own = getattr(target, "namespace", None) == "autopar"
+    return target.name().partition("::")[2] if own else ""

@@ -1,0 +1,88 @@
+from expecttest import assert_expected_inline
+from torch import fx
+
+from autopar.cost_model.storage import is_storage_wait, transfer_of
+from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.passes.core.pass_base import Pass
+from autopar.passes.core.runner import run_passes
+from autopar.passes.memory.checkpoint_activations import CheckpointActivations
+from autopar.passes.memory.offload_activations import OffloadActivations, saved_values
+from tests.harness.models import MODELS
+from tests.passes.golden import changes, order, two_layers
+from tests.passes.parity import World
+
+BLOCKS = ("", "blocks.0", "blocks.1")
+EVERYTHING = OffloadActivations(BLOCKS, "/nvme", least_bytes=1)
+
+
+def gpt() -> TrainingGraph:
+    case = MODELS["gpt"]
+    return World(case.make().double(), case.batch(8, 0), 1).graph(0)
+
+
+def lowered(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
+    return run_passes(graph, passes)
+
+
+def moves(node: fx.Node) -> bool:
+    return transfer_of(node) is not None or is_storage_wait(node)
+
+
+def test_a_saved_value_is_written_and_read_before_its_reader() -> None:
+    graph = two_layers(1).graph(0)
+    assert_expected_inline(
+        changes(graph, lowered(graph, EVERYTHING)),
+        """""",
+    )
+
+
+def test_transfers_stand_ahead_of_their_readers() -> None:
+    """Writes go on beside the forward, at most two at once; so do reads beside the backward."""
+    after = lowered(gpt(), OffloadActivations(BLOCKS, "/nvme"))
+    assert_expected_inline(
+        order(after, moves),
+        """\
+f offload_default
+f offload_default_1
+f offloaded_default
+f offload_default_2
+f offloaded_default_1
+f offload_default_3
+f offloaded_default_2
+f offload_default_4
+f offloaded_default_3
+f offloaded_default_4
+b prefetch_default
+b prefetch_default_1
+b prefetched_default
+b prefetch_default_2
+b prefetched_default_1
+b prefetch_default_3
+b prefetched_default_2
+b prefetch_default_4
+b prefetched_default_3
+b prefetched_default_4""",
+    )
+
+
+def test_what_is_recomputed_is_not_stored() -> None:
+    full = CheckpointActivations("full")
+    counts = []
+    for passes in ((EVERYTHING,), (full, EVERYTHING)):
+        after = lowered(gpt(), *passes)
+        assert GraphProperty.ACTIVATIONS_OFFLOADED in after.properties
+        counts.append(sum(transfer_of(node) is not None for node in after.calls()))
+    assert 0 < counts[1] < counts[0]
+
+
+def test_blocks_that_are_not_named_stay_in_memory() -> None:
+    after = lowered(gpt(), OffloadActivations(("blocks.1",), "/nvme", least_bytes=1))
+    written = [n.args[0] for n in after.calls() if transfer_of(n) == "storage write"]
+    assert {node.meta["block"] for node in written} == {"blocks.1"}  # type: ignore[union-attr]
+
+
+def test_inputs_and_results_stay() -> None:
+    graph = gpt()
+    values = [value.node for value in saved_values(graph)]
+    assert values
+    assert not set(values) & {*graph.placeholders, *graph.results}
