@@ -97,11 +97,6 @@ def answer_is_compiling(answer: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a trace and has no values."""
-    return isinstance(tensor, FakeTensor | FunctionalTensor)
-
-
 def check_tensors_in_graph() -> contextlib.AbstractContextManager[None]:
     """Lets `torch._check_tensor_all` and its kin write an assertion, and read no value."""
 

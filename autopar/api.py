@@ -22,43 +22,27 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.arguments import check, precision_of, priced_precision
+from autopar.arguments import check, priced_precision
 from autopar.capture.call import flattened, last_part
 from autopar.capture.model_info import describe_parameters, device_of
-from autopar.common.groups import backend_of
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.memory.optimizer_memory import Optimizer
-from autopar.driver.live import LivePlanner
-from autopar.driver.local_steps import part_of, with_local_steps
+from autopar.driver.build_module import build_module
+from autopar.driver.local_steps import allowed_steps, build_groups, with_local_steps
 from autopar.driver.offline import plan_offline
-from autopar.driver.prepare import check_call_agrees, make_problem, take_over
-from autopar.errors import StrategyError
-from autopar.plan.outer import LocalSteps
-from autopar.plan.spec import check_plan
+from autopar.driver.prepare import make_problem
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
-from autopar.profiler.profiler import profiler
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
-from autopar.runtime.codegen.cuda_graphs import check_machine, check_strategy
-from autopar.runtime.local_steps.groups import Groups, group_size
-from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.options import MAX_PROGRAMS, Options
+from autopar.runtime.options import MAX_PROGRAMS
 from autopar.runtime.planned_module import check_not_compiled
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
 
 Batch = Literal["global", "local"]
-_PLANNED = (
-    "example_inputs", "loss_fn", "optimizer", "strategy", "memory", "batch", "precision",
-    "reduce_precision", "lossy", "backend", "time_limit_s",
-)  # fmt: skip
-"""Arguments of `compile` that `plan` takes too."""
-
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -155,85 +139,11 @@ def compile(
         local = None if plan.local_steps is None else plan.local_steps.local
         size = plan.world_size
     elif fixed.may_sync and local is None and ranks > 1:
-        size, local = _allowed_steps(given, ranks, device)
-    if local is None:
-        return _compile(given, device, ranks)
+        size, local = allowed_steps(given, ranks, device, _plan)
+    if local is not None:
+        return build_groups(given, fixed, local, size, ranks, device)
+    module = build_module(given, device, ranks)
     if verify:
-        raise StrategyError(
-            "verify compares with one device, and local steps train otherwise: leave verify out"
-        )
-    groups = Groups.of(local, size or group_size(fixed, ranks), ranks, device)
-    given.strategy = replace(fixed, sync_every=None, outer=None, dp_shard=None, may_sync=())
-    given.lossy = False
-    given.cluster = cluster and part_of(cluster, groups.size)
-    with groups.as_world():
-        module = _compile(given, device, groups.size, partial(LocalStepsModule.of, local, groups))
-    module.start_rounds()
-    return module
-
-
-def _allowed_steps(
-    given: Any, ranks: int, device: torch.device
-) -> tuple[int | None, LocalSteps | None]:
-    """Ranks of a group and the local steps that a plan by rank 0 takes, or None twice."""
-    if given.example_inputs is None:
-        raise StrategyError(
-            f"lossy={given.lossy!r}: local steps are chosen before the first call: give compile "
-            "example_inputs=, or Strategy(sync_every=...)"
-        )
-    options = {name: getattr(given, name) for name in _PLANNED}
-    options["cluster"] = given.cluster or measure(device=device)
-    found = broadcast_from_rank0(lambda: plan(given.model, ranks, **options))
-    steps = found.local_steps
-    return (None, None) if steps is None else (found.world_size, steps.local)
-
-
-def _compile(given: Any, device: torch.device, ranks: int, kind: Any = DistributedModule) -> Any:
-    """A module of a kind for the ranks of the world; `given` has the arguments of `compile`."""
-    model, plan = given.model, given.plan
-    parameters = take_over(model)
-    recorder = profiler(given.optimizer, device)
-    autocast = precision_of(given.precision)
-    if plan is not None and given.precision is None and plan.precision is not None:
-        autocast = getattr(torch, plan.precision)
-    comm_backend, arguments = backend_of(device), vars(given)
-    problem = make_problem(
-        arguments, parameters, ranks, device, autocast, given.cluster, comm_backend
-    )
-    check_call_agrees(problem, arguments)
-    if plan is not None:
-        run_on_all_ranks(lambda: check_plan(plan, model, parameters.values(), ranks))
-    fixed = problem.strategy if plan is None else plan
-    if given.cuda_graphs:
-        check_machine(device, comm_backend, ranks)
-        check_strategy(fixed)
-    options = Options(
-        batch=given.batch,
-        loss_fn=given.loss_fn,
-        precision=autocast,
-        backend=given.backend,
-        ranks=ranks,
-        model_parallel_size=fixed.model_parallel_size,
-        pp_size=fixed.pp_size,
-        recorder=recorder,
-        local=fixed.batch_semantics == "local",
-        max_programs=given.max_programs,
-        cuda_graphs=given.cuda_graphs,
-        static=tuple(given.static),
-    )
-    fallback = given.fallback and not given.cuda_graphs
-    planner = LivePlanner(problem, plan, fallback, given.time_limit_s, given.trials, recorder)
-    hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
-    module = kind(model, parameters, device, options, *hooks)
-    may_shard = problem.strategy.zero != 0 or options.model_parallel_size > 1
-    is_late = plan is None and given.example_inputs is None
-    is_late = is_late and (may_shard or bool(problem.strategy.search))
-    module.broadcast_parameters(replicated_dtensors=is_late, init_fn=given.init_fn)
-    if given.example_inputs is not None:
-        module.plan_for(*module.group_arguments(*flattened(given.example_inputs)))
-    elif plan is not None:
-        module.apply_plan(planner.agreed(plan))
-    if given.verify:
         module.before_first_training_call = partial(verify_first_call, compile)
     return module
 
@@ -283,6 +193,9 @@ def plan(
 
         made = with_local_steps(made, problem, plan_group)
     return replace(made, notes=(*notes, *made.notes))
+
+
+_plan = plan  # where an argument has its name
 
 
 def verify(

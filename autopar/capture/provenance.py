@@ -16,9 +16,9 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.channels_last import channels_last_dims, in_channels_last
-from autopar.capture.constant_values import ConstantValues
-from autopar.capture.known_values import KnownValues
 from autopar.capture.traceable import traceable
+from autopar.capture.values.constant_values import ConstantValues
+from autopar.capture.values.known_values import KnownValues
 from autopar.ir.graph import ParameterInfo
 
 AUTOPAR = os.path.dirname(os.path.dirname(__file__))

@@ -20,8 +20,6 @@ from torch import fx
 
 from autopar._torch import FakeTensorMode
 from autopar.capture.call import Call
-from autopar.capture.compiler_branches import Site
-from autopar.capture.constant_values import Reading
 from autopar.capture.symbolic_sizes import (
     SYMBOLIC,
     Conditions,
@@ -30,6 +28,8 @@ from autopar.capture.symbolic_sizes import (
     has_order_of,
 )
 from autopar.capture.trace import Capture
+from autopar.capture.values.compiler_branches import Site
+from autopar.capture.values.constant_values import Reading
 from autopar.ir.graph import TrainingGraph
 
 aten = torch.ops.aten

@@ -22,8 +22,6 @@ from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
 from autopar.capture.call import Call
-from autopar.capture.compiler_branches import CompilerBranches, Site
-from autopar.capture.constant_values import Reading
 from autopar.capture.expand_blocks import expand
 from autopar.capture.joint import changed_parameters, to_training_graph
 from autopar.capture.provenance import first_line, user_frame
@@ -34,6 +32,8 @@ from autopar.capture.state.side_effects import StatePolicy, Write, check_changes
 from autopar.capture.state.variables import Variable
 from autopar.capture.symbolic_sizes import SymbolicSizes, inline_sizes
 from autopar.capture.traced_call import TracedCall
+from autopar.capture.values.compiler_branches import CompilerBranches, Site
+from autopar.capture.values.constant_values import Reading
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph

@@ -13,9 +13,6 @@ from torch import nn
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.call import Call, TensorSpec
-from autopar.capture.compiler_branches import CompilerBranches
-from autopar.capture.constant_values import ConstantValues, Reading
-from autopar.capture.known_values import KnownValues
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.contents import Attribute
@@ -24,6 +21,9 @@ from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, wri
 from autopar.capture.state.variables import find_variables
 from autopar.capture.symbolic_sizes import SymbolicSizes
 from autopar.capture.traceable import traceable_modules
+from autopar.capture.values.compiler_branches import CompilerBranches
+from autopar.capture.values.constant_values import ConstantValues, Reading
+from autopar.capture.values.known_values import KnownValues
 from autopar.common.containers import flatten, hidden_tensors
 from autopar.errors import ModelError
 from autopar.ir.graph import ParameterInfo

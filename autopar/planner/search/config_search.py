@@ -13,7 +13,6 @@ from autopar.common.deadline import TimeIsOver, arm
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
-from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.recompute import LEVELS, Level
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
@@ -25,13 +24,11 @@ from autopar.planner.evaluate.candidate import (
     default_config,
 )
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.search.runners_up import runners_up
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
 """Bucket sizes in bytes, tried in order beside the default."""
-
-MIN_INFEASIBLE = 3
-"""Number of runners-up reserved for plans that do not fit."""
 
 DEEPER_PREFETCH = (2, 8)
 """Numbers of buckets gathered ahead, tried where collectives are not scheduled one by one."""
@@ -110,7 +107,10 @@ class _ConfigSearch:
             best = self.best_known()
         outcome = SearchOutcome(bound_s=self.bound_s)
         plan = replace(
-            best.plan, runners_up=self.runners_up(best), memory_cap=self.cap, search=outcome
+            best.plan,
+            runners_up=runners_up(best, self.candidates.values(), self.cap),
+            memory_cap=self.cap,
+            search=outcome,
         )
         try:
             return self.with_bandwidth_sweep(plan, best.config)
@@ -382,29 +382,6 @@ class _ConfigSearch:
             best = self.best([best, *tried]) or best
         return best
 
-    def runners_up(self, best: Candidate) -> tuple[RunnerUp, ...]:
-        distinct = {_identity(best): best}
-        for candidate in self.candidates.values():
-            distinct.setdefault(_identity(candidate), candidate)
-        others = sorted(
-            (each for each in distinct.values() if each is not best), key=attrgetter("step_s")
-        )
-        fitting = [each for each in others if self.fits(each)]
-        larger = [each for each in others if not self.fits(each)]
-        fitting = fitting[: RUNNERS_UP - min(len(larger), MIN_INFEASIBLE)]
-        return tuple(
-            RunnerUp.of(each.plan.name, each.prediction, self.why_lost(each, best))
-            for each in (*fitting, *larger[: RUNNERS_UP - len(fitting)])
-        )
-
-    def why_lost(self, candidate: Candidate, best: Candidate) -> str:
-        if self.cap is not None and not self.fits(candidate):
-            return f"needs {human_bytes(candidate.needed_bytes - self.cap)} more than the cap"
-        if candidate.step_s <= best.step_s:
-            more = candidate.needed_bytes - best.needed_bytes
-            return f"as fast, needs {human_bytes(more)} more" if more else "as fast"
-        return slower(candidate.prediction, best.prediction)
-
     def with_bandwidth_sweep(self, plan: Plan, config: CandidateConfig) -> Plan:
         """Adds step times at other bandwidths, of the plan and of the best other ZeRO stages."""
         cost = plan.prediction
@@ -445,20 +422,3 @@ class _ConfigSearch:
 def _hidden_s(candidate: Candidate) -> float:
     """Seconds of a step if no communication were exposed."""
     return candidate.step_s - candidate.prediction.exposed_s
-
-
-def _identity(candidate: Candidate) -> tuple[object, ...]:
-    """The fields of a plan that determine its program."""
-    plan = candidate.plan
-    several = len(plan.buckets.gather) > 1 or len(plan.buckets.regather) > 1
-    return (
-        plan.zero_stages,
-        plan.recompute,
-        plan.offload,
-        plan.buckets,
-        plan.compressions,
-        plan.levels,
-        tuple(partition.bucket_bytes for partition in plan.partitions),
-        plan.prefetch if several else 0,
-        plan.overlaps,
-    )

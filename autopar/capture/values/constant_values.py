@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autopar._torch import hint_of, pytree, without_modes
-from autopar.capture.known_values import is_random, writes
 from autopar.capture.symbolic_sizes import evaluated
+from autopar.capture.values.known_values import is_random, writes
 
 MOST_ELEMENTS = 2**20
 """Elements of the largest tensor whose values are kept: 8 MiB of int64."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autopar import _torch
-from autopar._torch import pytree
+from autopar._torch import FakeTensor, FunctionalTensor, pytree
 
 Site = tuple[tuple[str, int], ...]
 """Files and lines of the innermost frames outside torch, where a model asks."""
@@ -103,5 +103,5 @@ def _holds_fake(cached: object) -> bool:
         x for x in gc.get_referents(cached) if isinstance(x, torch.Tensor | list | tuple | dict)
     ]
     return any(
-        _torch.is_traced(x) for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)
+    return any(isinstance(x, FakeTensor | FunctionalTensor) for x in leaves)
     )

@@ -1,0 +1,1 @@
+"""Values of tensors that Python may read during a trace."""

@@ -1,0 +1,62 @@
+"""`runners_up`: the best other configurations of a search, and why each lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+from autopar.formatting import human_bytes
+from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
+from autopar.planner.evaluate.candidate import Candidate
+
+MIN_INFEASIBLE = 3
+"""Number of runners-up reserved for plans that do not fit."""
+
+
+def runners_up(
+    best: Candidate, candidates: Iterable[Candidate], cap: int | None
+) -> tuple[RunnerUp, ...]:
+    """The fastest others with programs of their own, with some above `cap` bytes at the end."""
+    distinct = {_identity(best): best}
+    for candidate in candidates:
+        distinct.setdefault(_identity(candidate), candidate)
+    others = sorted(
+        (each for each in distinct.values() if each is not best), key=attrgetter("step_s")
+    )
+    fitting = [each for each in others if _fits(each, cap)]
+    larger = [each for each in others if not _fits(each, cap)]
+    fitting = fitting[: RUNNERS_UP - min(len(larger), MIN_INFEASIBLE)]
+    return tuple(
+        RunnerUp.of(each.plan.name, each.prediction, _why_lost(each, best, cap))
+        for each in (*fitting, *larger[: RUNNERS_UP - len(fitting)])
+    )
+
+
+def _fits(candidate: Candidate, cap: int | None) -> bool:
+    return cap is None or candidate.needed_bytes <= cap
+
+
+def _why_lost(candidate: Candidate, best: Candidate, cap: int | None) -> str:
+    if cap is not None and not _fits(candidate, cap):
+        return f"needs {human_bytes(candidate.needed_bytes - cap)} more than the cap"
+    if candidate.step_s <= best.step_s:
+        more = candidate.needed_bytes - best.needed_bytes
+        return f"as fast, needs {human_bytes(more)} more" if more else "as fast"
+    return slower(candidate.prediction, best.prediction)
+
+
+def _identity(candidate: Candidate) -> tuple[object, ...]:
+    """The fields of a plan that determine its program."""
+    plan = candidate.plan
+    several = len(plan.buckets.gather) > 1 or len(plan.buckets.regather) > 1
+    return (
+        plan.zero_stages,
+        plan.recompute,
+        plan.offload,
+        plan.buckets,
+        plan.compressions,
+        plan.levels,
+        tuple(partition.bucket_bytes for partition in plan.partitions),
+        plan.prefetch if several else 0,
+        plan.overlaps,
+    )
