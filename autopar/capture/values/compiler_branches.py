@@ -99,9 +99,7 @@ def _caches_in_sight(frames: Iterable[FrameType]) -> Iterator[Any]:
 
 def _holds_fake(cached: object) -> bool:
     """Whether a result of a cached function is, or contains, a tensor of a trace."""
-    results = [
+    found = [
         x for x in gc.get_referents(cached) if isinstance(x, torch.Tensor | list | tuple | dict)
     ]
-    return any(
-    return any(isinstance(x, FakeTensor | FunctionalTensor) for x in leaves)
-    )
+    return any(isinstance(x, FakeTensor | FunctionalTensor) for x in pytree.tree_leaves(found))
