@@ -99,9 +99,8 @@ def _caches_in_sight(frames: Iterable[FrameType]) -> Iterator[Any]:
 
 def _holds_fake(cached: object) -> bool:
     """Whether a result of a cached function is, or contains, a tensor of a trace."""
-    results = [
+    found = [
         x for x in gc.get_referents(cached) if isinstance(x, torch.Tensor | list | tuple | dict)
     ]
-    return any(
-        _torch.is_traced(x) for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)
-    )
+    leaves = pytree.tree_leaves(found)
+    return any(isinstance(x, torch.Tensor) and _torch.is_traced(x) for x in leaves)

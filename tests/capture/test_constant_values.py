@@ -1,4 +1,4 @@
-"""Values that forward makes from numbers, and branches for compilers: read as the plain model reads."""
+"""Constants of forward that Python reads, and branches for compilers, as in the plain model."""
 
 import functools
 from collections.abc import Callable
