@@ -41,8 +41,9 @@ def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) ->
         return AliasedDDP(model) if has_dtensors else with_ddp(model)
     if has_dtensors:
         raise StrategyError(
-            "this model cannot be captured and must be sharded to fit. Give autopar.compile "
-            "example_inputs, so that fully_shard is applied before an optimizer is made."
+            "this model cannot be captured, and an optimizer may hold its shards already, so that "
+            "fully_shard cannot take over. Change the line that the error above names, give "
+            'strategy="ddp", or give autopar.compile example_inputs.'
         )
     for block in find_separate_blocks(model):
         fully_shard(block, mesh=mesh)

@@ -192,7 +192,10 @@ def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> 
         if wrong is None:
             return cached
         if bench.rank == 0:
-            warn_once(MeasurementWarning, f"the kept measurement is out of date: {wrong}")
+            warn_once(
+                MeasurementWarning,
+                f"the kept measurement is out of date, and is made anew: {wrong}",
+            )
     cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, progress)
     if bench.rank == 0 and request.cache:
         write_cluster(facts, cluster, request.budget_s)

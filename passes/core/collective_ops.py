@@ -145,11 +145,17 @@ def annotate(results: Sequence[fx.Node], **meta: object) -> None:
 
 
 def replace_collective(graph: fx.Graph, start: fx.Node, results: Sequence[fx.Node]) -> None:
-    """Replaces a collective by the nodes `results`, which inherit its results' `TAGS`."""
+    """Replaces a collective by the nodes `results`, which inherit its results' `TAGS`.
+
+    A node that has a placement keeps it: the verifier then finds a lost collective.
+    """
     done = wait_of(start)
     for before, after in zip(results_of(start), results, strict=True):
         if before is not None:
-            after.meta |= {key: before.meta[key] for key in TAGS if key in before.meta}
+            inherited = {key: before.meta[key] for key in TAGS if key in before.meta}
+            if "placement" in after.meta:
+                inherited.pop("placement", None)
+            after.meta |= inherited
             before.replace_all_uses_with(after)
             graph.erase_node(before)
     graph.erase_node(done)
