@@ -126,7 +126,7 @@ def test_the_command_line_says_what_helps(
     script = tmp_path / "make.py"
     script.write_text(MAKE.replace("{length}", str(length)).replace("{width}", str(width)))
     more = ["--world-size", "1", "--cluster", "dgx-h100", "--search", "", "--precision", "fp32"]
-    assert main(["plan", str(script), *more, "--memory", memory]) == 2
+    assert main(["plan", str(script), *more, "--memory", memory]) == 3
     text = capsys.readouterr().err
     print(text)
     for what in ("nothing fits under", "Peak memory of the smallest plan", "more memory", *helps):

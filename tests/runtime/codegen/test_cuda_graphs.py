@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar import api
+from autopar.driver import build_module
 from autopar.errors import StrategyError
 from autopar.ir.roles import Input, Output
 from autopar.operators.random_streams import ON_STREAM
@@ -61,7 +61,7 @@ def graphs_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend(set_attribute: Callable[[Any, str, Any], object]) -> None:
     """Lets programs of CPUs be recorded, by the stand-in."""
-    set_attribute(api, "check_machine", lambda *given: None)
+    set_attribute(build_module, "check_machine", lambda *given: None)
     set_attribute(cuda_graphs, "_of_host", lambda node: "")
     set_attribute(cuda_graphs, "record", record)
     set_attribute(torch.cuda, "graph_pool_handle", lambda: None)
