@@ -147,15 +147,18 @@ def annotate(results: Sequence[fx.Node], **meta: object) -> None:
 def replace_collective(graph: fx.Graph, start: fx.Node, results: Sequence[fx.Node]) -> None:
     """Replaces a collective by the nodes `results`, which inherit its results' `TAGS`.
 
-    A node that has a placement keeps it: the verifier then finds a lost collective.
+    Raises:
+        PassError: a new node is an input of the collective, which would be lost.
     """
+    if lost := set(results) & set(start.all_input_nodes):
+        raise PassError(
+            f"{sorted(map(str, lost))} are inputs of {start}, not results of a collective in its "
+            "place; without one the ranks differ"
+        )
     done = wait_of(start)
     for before, after in zip(results_of(start), results, strict=True):
         if before is not None:
-            inherited = {key: before.meta[key] for key in TAGS if key in before.meta}
-            if "placement" in after.meta:
-                inherited.pop("placement", None)
-            after.meta |= inherited
+            after.meta |= {key: before.meta[key] for key in TAGS if key in before.meta}
             before.replace_all_uses_with(after)
             graph.erase_node(before)
     graph.erase_node(done)
