@@ -14,7 +14,7 @@ from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import BatchError
 from autopar.ir.batch_slicing import BatchSlices
 from autopar.ir.graph import dense_strides
-from autopar.ir.placement import even_rows, proportional_rows
+from autopar.ir.placement import even_rows, rows_of_parts
 
 MOST_STATIC = 4096
 """Elements of a static argument; each of its values has a program."""
@@ -179,10 +179,8 @@ def batch_shard_of(
                 f"needs a row. Give at least {ranks} rows, drop the last small batch "
                 "(drop_last=True), or run fewer ranks."
             )
-        even = rows_of_ranks = even_rows(batch_rows, ranks)
-        if shares:
-            rows_of_ranks = proportional_rows(batch_rows, shares)
-            held = () if rows_of_ranks == even else rows_of_ranks
+        rows_of_ranks = rows_of_parts(batch_rows, ranks, shares)
+        held = () if rows_of_ranks == even_rows(batch_rows, ranks) else rows_of_ranks
         rows, global_rows, begin = rows_of_ranks[rank], batch_rows, sum(rows_of_ranks[:rank])
     shard = [
         x[begin : begin + rows] if split and rows != batch_rows else x

@@ -29,7 +29,7 @@ from autopar.capture.symbolic_sizes import (
 )
 from autopar.capture.trace import Capture
 from autopar.capture.values.compiler_branches import Site
-from autopar.capture.values.constant_values import Reading
+from autopar.capture.values.constant_values import Reading, Recipe
 from autopar.ir.graph import TrainingGraph
 
 aten = torch.ops.aten
@@ -195,7 +195,10 @@ class Template:
     def at(self, call: Call) -> Capture | None:
         """The capture of a call of the same kind; None if it does not meet the conditions."""
         binding = self.conditions.binding(call)
-        if binding is None or not all(reading.holds(binding) for reading in self.readings):
+        if binding is None:
+            return None
+        known: dict[Recipe, Any] = {}
+        if not all(reading.holds(binding, known) for reading in self.readings):
             return None
         sizes = evaluated(self.expressions, binding)
         graph = replace(self.base.graph, disposable=False).copy()

@@ -20,11 +20,12 @@ from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
+from autopar.runtime.local_steps.average import INT8_BLOCK
 from autopar.runtime.local_steps.groups import Groups, group_size
 from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
 
-WIRE_RATIO = {None: 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256)}
+WIRE_RATIO = {None: 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / INT8_BLOCK)}
 """Bytes of a message over those of float32, by compression; int8 has a scale for each block."""
 
 

@@ -181,3 +181,8 @@ def proportional_rows(rows: int, shares: tuple[float, ...]) -> tuple[int, ...]:
         several = (part for part in parts if held[part] > 1)
         held[max(several, key=lambda part: held[part] / shares[part])] -= 1
     return tuple(held)
+
+
+def rows_of_parts(rows: int, parts: int, shares: tuple[float, ...] = ()) -> tuple[int, ...]:
+    """Number of rows of each part of a batch: in proportion to the shares, even without any."""
+    return proportional_rows(rows, shares) if shares else even_rows(rows, parts)

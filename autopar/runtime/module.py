@@ -19,7 +19,7 @@ from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.common.world import rank
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir.placement import Shard, even_rows, proportional_rows
+from autopar.ir.placement import Shard, rows_of_parts
 from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
@@ -89,9 +89,8 @@ class DistributedModule(StatefulModule):
 
     def own_rows(self, rows: int) -> slice:
         """The rows that this rank takes of a global batch, for targets used outside of it."""
-        ranks, index = self._options.dp_size, self.data_parallel_rank
-        held = proportional_rows(rows, self.row_shares) if self.row_shares else None
-        held = held or even_rows(rows, ranks)
+        held = rows_of_parts(rows, self._options.dp_size, self.row_shares)
+        index = self.data_parallel_rank
         return slice(sum(held[:index]), sum(held[: index + 1]))
 
     def rebalance(self) -> tuple[float, ...]:

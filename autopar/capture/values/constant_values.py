@@ -70,9 +70,9 @@ class Reading:
     recipe: Recipe
     value: Any
 
-    def holds(self, binding: Mapping[Any, int]) -> bool:
-        """Whether Python reads the same at other sizes."""
-        return bool(self.recipe.made(binding, {}) == self.value)
+    def holds(self, binding: Mapping[Any, int], known: dict[Recipe, Any]) -> bool:
+        """Whether Python reads the same at other sizes; `known` as in `Recipe.made`."""
+        return bool(self.recipe.made(binding, known) == self.value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,6 +99,10 @@ class Candidate:
     def needed_bytes(self) -> int:
         return self.prediction.needed_bytes
 
+    def fits(self, cap: int | None) -> bool:
+        """Whether it needs at most `cap` bytes; None for no cap."""
+        return cap is None or self.needed_bytes <= cap
+
 
 def _counted(values: Iterable[str]) -> str:
     """The common value, or the count of each value if they differ."""

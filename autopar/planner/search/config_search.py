@@ -226,7 +226,7 @@ class _ConfigSearch:
         return self.candidates[config]
 
     def fits(self, candidate: Candidate) -> bool:
-        return self.cap is None or candidate.needed_bytes <= self.cap
+        return candidate.fits(self.cap)
 
     def best(self, candidates: Iterable[Candidate | None]) -> Candidate | None:
         """The fastest candidate that fits; ties go to the smallest, then the first."""

@@ -23,8 +23,8 @@ def runners_up(
     others = sorted(
         (each for each in distinct.values() if each is not best), key=attrgetter("step_s")
     )
-    fitting = [each for each in others if _fits(each, cap)]
-    larger = [each for each in others if not _fits(each, cap)]
+    fitting = [each for each in others if each.fits(cap)]
+    larger = [each for each in others if not each.fits(cap)]
     fitting = fitting[: RUNNERS_UP - min(len(larger), MIN_INFEASIBLE)]
     return tuple(
         RunnerUp.of(each.plan.name, each.prediction, _why_lost(each, best, cap))
@@ -32,12 +32,8 @@ def runners_up(
     )
 
 
-def _fits(candidate: Candidate, cap: int | None) -> bool:
-    return cap is None or candidate.needed_bytes <= cap
-
-
 def _why_lost(candidate: Candidate, best: Candidate, cap: int | None) -> str:
-    if cap is not None and not _fits(candidate, cap):
+    if cap is not None and not candidate.fits(cap):
         return f"needs {human_bytes(candidate.needed_bytes - cap)} more than the cap"
     if candidate.step_s <= best.step_s:
         more = candidate.needed_bytes - best.needed_bytes

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,8 +20,7 @@ MAX_WAITS = 256
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A finished wait.
 
     Attributes:
@@ -42,13 +41,13 @@ class CollectiveLog:
     Attributes:
         waited_s: seconds of all waits so far.
         num_waits: number of all waits so far.
-        waits: (what, start, end) of the last `MAX_WAITS` waits.
+        waits: the last `MAX_WAITS` waits, the oldest first.
         current: (what, start) of the wait in progress.
     """
 
     waited_s: float = 0.0
     num_waits: int = 0
-    waits: deque[tuple[str, float, float]] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
+    waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     current: tuple[str, float] | None = None
 
     def start(self, what: str) -> None:
@@ -61,7 +60,7 @@ class CollectiveLog:
             what, start = self.current
             self.waited_s += end - start
             self.num_waits += 1
-            self.waits.append((what, start, end))
+            self.waits.append(Wait(what, start, end))
             self.current = None
 
     @contextlib.contextmanager
@@ -76,10 +75,6 @@ class CollectiveLog:
         self.finish()
         yield
         self.start(then)
-
-    def last(self) -> list[Wait]:
-        """The last waits, the oldest first."""
-        return [Wait(*each) for each in list(self.waits)]
 
 
 LOG = CollectiveLog()

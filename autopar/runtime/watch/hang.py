@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from autopar._torch import Store, default_store
 from autopar.common.notices import is_inside
-from autopar.runtime.watch.collective_log import LOG
+from autopar.runtime.watch.collective_log import LOG, Wait
 
 POLL_S = 0.4
 """Seconds between two looks of the thread."""
@@ -60,10 +60,10 @@ class Whereabouts:
     @staticmethod
     def here() -> Whereabouts:
         """Place of this rank, read from any of its threads."""
-        now, current, waits = time.perf_counter(), LOG.current, LOG.last()
-        last = waits[-1].what if waits else ""
-        since = current[1] if current else waits[-1].end if waits else now
-        return Whereabouts(current[0] if current else "", now - since, user_line(), last)
+        now, current = time.perf_counter(), LOG.current
+        last = LOG.waits[-1] if LOG.waits else Wait("", now, now)
+        what, since = current or ("", last.end)
+        return Whereabouts(what, now - since, user_line(), last.what)
 
     def __str__(self) -> str:
         where = f" at {self.line}" if self.line else ""
