@@ -23,6 +23,7 @@ from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.runtime.parameters.distribute import local_part, parameter_like
+from autopar.runtime.plain_call import has_values, run_plain, values_for
 from autopar.runtime.process_groups import explaining_comm_errors
 
 _TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -246,19 +247,11 @@ def check_runs(
         ModelError: the model raises; its error is the cause.
     """
     from_autopar = reason.__cause__ is None or isinstance(reason.__cause__, _TRACING_ERRORS)
-    lacks_values = any(local_part(p).shape != p.shape or p.is_meta for p in model.parameters())
-    if from_autopar or lacks_values:
+    if from_autopar or not has_values(model):
         return
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    state = {name: _copy(tensor) for name, tensor in tensors.items()}
-    copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-    args, kwargs = pytree.tree_unflatten(copies, structure)
-    args, target = (args[:-1], args[-1:]) if loss_fn is not None else (args, ())
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())), autocast, torch.enable_grad():
-            result = torch.func.functional_call(model, state, tuple(args), kwargs)
-            if loss_fn is not None:
-                loss_fn(result, *target)
+        with torch.enable_grad():
+            run_plain(model, values_for(model), leaves, structure, loss_fn, autocast)
     except torch.OutOfMemoryError:
         return  # the whole batch may be too large for one rank
     except Exception as error:
@@ -266,7 +259,3 @@ def check_runs(
             f"your model raised {type(error).__name__}{user_frame(error)}: {first_line(error)}. "
             f"{type(model).__name__} does so without autopar too."
         ) from error
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return local_part(tensor).detach().clone().requires_grad_(tensor.requires_grad)

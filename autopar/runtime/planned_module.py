@@ -25,6 +25,7 @@ from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
+from autopar.runtime.compiler_branches import warn_of_branches
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
 from autopar.runtime.group_cache import group_of
@@ -197,18 +198,23 @@ class PlannedModule(nn.Module):
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans for the arguments of a call, or falls back to torch's data parallelism."""
 
-        def capture(model_parallel_size: int, pp_size: int, micro_batches: int) -> Capture:
+        def first_rows(model_parallel_size: int, pp_size: int, micro_batches: int) -> BatchShard:
             options = replace(
                 self._options, model_parallel_size=model_parallel_size, pp_size=pp_size
             )
             shard = self._batch_shard(leaves, structure, options)
-            first = shard.split_micro_batches(micro_batches)[0]
-            return self._context.capture(first, for_planning=True)
+            return shard.split_micro_batches(micro_batches)[0]
+
+        def capture(*sizes: int) -> Capture:
+            return self._context.capture(first_rows(*sizes), for_planning=True)
 
         try:
             call = pytree.tree_unflatten(leaves, structure)
             with keep_random_state(self._context.device):
                 plan = self._make_plan(self, capture, call)
+                micro_batches = plan.pipeline.micro_batches if plan.pipeline else 1
+                sizes = plan.model_parallel_size, plan.pp_size, micro_batches
+                warn_of_branches(self._context, first_rows(*sizes), capture(*sizes))
             self.apply_plan(plan)
         except CaptureError as error:
             self._check_runs(leaves, structure, error)

@@ -15,14 +15,6 @@ from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 KINDS = ("loss", "gradient", "parameter", "buffer")
 """Kinds of tensors in the order of a step."""
 
-TOLERANCES: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
-"""Relative difference that passes, by dtype."""
-
 
 @dataclass(frozen=True)
 class Deviation:

@@ -21,7 +21,9 @@ from autopar._torch import pytree
 from autopar.arguments import precision_of
 from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters, device_of
+from autopar.common.constant_draws import ConstantDraws
 from autopar.common.notices import NumericsNote, warn_once
+from autopar.common.tolerances import TOLERANCES
 from autopar.common.world import rank
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
@@ -34,8 +36,7 @@ from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import broadcast_from_rank0
 from autopar.runtime.start import ensure_process_group
-from autopar.verification.deviation import TOLERANCES, Comparison, Deviation, Verification
-from autopar.verification.draws import ConstantDraws
+from autopar.verification.deviation import Comparison, Deviation, Verification
 
 Compile = Callable[..., DistributedModule]
 """`autopar.compile`, which imports this module."""

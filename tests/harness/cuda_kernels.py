@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from autopar.common.constant_draws import ConstantDraws
 from autopar.operators import kernels
-from autopar.verification.draws import ConstantDraws
 
 aten = torch.ops.aten
 KINDS = ("flash", "cudnn", "efficient")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli import main
 from autopar.commands import verify as verify_command
+from autopar.common.constant_draws import ConstantDraws
 from autopar.runtime.spmd.executor import SpmdCall, SpmdExecutor
 from autopar.verification.deviation import Comparison, Deviation
-from autopar.verification.draws import ConstantDraws
 from tests.harness.models import MODELS
 from tests.harness.training import fixed, rows_of
 from tests.harness.worlds import Raised, run

@@ -22,14 +22,14 @@ from autopar import _torch
 from autopar._torch import FakeTensor, FunctionalTensor, pytree
 
 Site = tuple[tuple[str, int], ...]
-"""Files and lines of the innermost frames outside torch, where a model asks."""
+"""Files and lines of a model's innermost frames, where it asks."""
 
 DEPTH = 3
 """Frames of a site; libraries ask through one or two helpers."""
 
 
 class CompilerBranches:
-    """Answers to `torch.compiler.is_compiling()` during a trace; torch's own code is told true.
+    """Answers to `torch.compiler.is_compiling()` during a trace or a plain call.
 
     Attributes:
         compiled: sites where the answer is true.
@@ -40,6 +40,7 @@ class CompilerBranches:
         self.compiled = compiled
         self.asked: dict[Site, None] = {}
         self._caches: set[Any] = set()
+        self._tracing, self._outside = True, frozenset[FrameType]()
 
     def following(self) -> CompilerBranches | None:
         """The branches to try after a failed trace: the last plain one changes."""
@@ -47,8 +48,9 @@ class CompilerBranches:
         return CompilerBranches(self.compiled | {plain[-1]}) if plain else None
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answers the model's questions inside."""
+    def answering(self, *, tracing: bool = True) -> Iterator[None]:
+        """Answers the model's questions inside; torch's own code is told of a trace."""
+        self._tracing, self._outside = tracing, frozenset(_stack(sys._getframe()))
         self.asked.clear()
         try:
             with _torch.answer_is_compiling(self._answer):
@@ -58,14 +60,17 @@ class CompilerBranches:
                 if _holds_fake(cache):  # plain calls of the model would find them
                     cache.cache_clear()
             self._caches.clear()
+            self._outside = frozenset()
 
     def _answer(self) -> bool:
         asking = sys._getframe(2)  # the caller of is_compiling()
         while _is_torch(asking) and asking.f_code.co_name == "is_compiling" and asking.f_back:
             asking = asking.f_back  # torch has several functions of this name
         if _is_torch(asking):
-            return True
-        frames = tuple(itertools.islice(_frames(asking), DEPTH))
+            return self._tracing
+        inside = itertools.takewhile(lambda frame: frame not in self._outside, _stack(asking))
+        users = (frame for frame in inside if _package(frame) not in ("torch", "autopar"))
+        frames = tuple(itertools.islice(users, DEPTH))
         site = tuple((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
         self.asked.pop(site, None)
         self.asked[site] = None
@@ -74,16 +79,19 @@ class CompilerBranches:
         return site in self.compiled
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames outside torch, from the innermost on."""
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a call, from the innermost on."""
     while frame is not None:
-        if not _is_torch(frame):
-            yield frame
+        yield frame
         frame = frame.f_back
 
 
 def _is_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+    return _package(frame) == "torch"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _caches_in_sight(frames: Iterable[FrameType]) -> Iterator[Any]:
