@@ -74,7 +74,8 @@ class Annotate(TorchFunctionMode):
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
         form = traceable(func) if args else func  # a form's first parameter has another name
-        result = form(*args, **kwargs)
+        with self.known.explaining_writes():
+            result = form(*args, **kwargs)
         self.constants.follow(func, args, kwargs, result)
         return result
 

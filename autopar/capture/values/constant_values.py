@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import hint_of, pytree, without_modes
+from autopar._torch import hint_of, pytree
 from autopar.capture.symbolic_sizes import evaluated
-from autopar.capture.values.known_values import is_random, writes
+from autopar.capture.values.pure_calls import run_purely, tensors_in
 
 MOST_ELEMENTS = 2**20
 """Elements of the largest tensor whose values are kept: 8 MiB of int64."""
@@ -30,6 +30,7 @@ _READS = frozenset(
         *(torch.equal, torch.is_nonzero),
     }
 )
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SHAPES_OF_ANOTHER = frozenset({Tensor.view_as, Tensor.reshape_as, Tensor.expand_as})
 
 
@@ -59,7 +60,7 @@ class Recipe:
         if self not in known:
             args, kwargs = pytree.tree_map(concrete, (self.args, dict(self.kwargs)))
             result = self.func(*args, **kwargs)
-            known[self] = result if self.index is None else _tensors(result)[self.index]
+            known[self] = result if self.index is None else tensors_in(result)[self.index]
         return known[self]
 
 
@@ -78,6 +79,7 @@ class Reading:
 @dataclass(frozen=True, eq=False)
 class _Constant:
     traced: Tensor  # keeps its id from being used again
+    version: int
     value: Tensor
     recipe: Recipe
 
@@ -97,7 +99,7 @@ class ConstantValues:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any] | None:
         """The value that a function reads from constants alone, in a tuple; else None."""
-        if func not in _READS or not self._all_known(_tensors((args, kwargs))):
+        if func not in _READS or not self._all_known(tensors_in((args, kwargs))):
             return None
         value = self._run(func, args, kwargs)
         self.readings.append(Reading(self._recipe(func, args, kwargs), value))
@@ -111,41 +113,39 @@ class ConstantValues:
         result: Any,
     ) -> None:
         """Computes the values of a traced result, if it is a constant."""
-        given = _tensors((args, kwargs))
-        if given and not self._constants:
-            return
-        if writes(func) or kwargs.get("out") is not None or func in _SHAPES_OF_ANOTHER:
-            self._forget(given)
-        elif self._all_known(given) if given else func in _FACTORIES:
-            made = _tensors(result)
-            if made and all(_is_small_integer(x) for x in made):
-                self._add(func, args, kwargs, made)
+        given = tensors_in((args, kwargs))
+        if func is _SET_DATA:  # changes no version
+            self._constants.pop(id(args[0]), None)
+        known = self._all_known(given) if given else func in _FACTORIES
+        made = tensors_in(result) if known and func not in _SHAPES_OF_ANOTHER else []
+        if made and all(map(_is_small_integer, made)):
+            self._add(func, args, kwargs, made)
 
     def _add(self, func: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        if "empty" in getattr(func, "__name__", ""):
-            return
+        given = [self._constants[id(tensor)].value for tensor in tensors_in((args, kwargs))]
         try:
-            with without_modes(), is_random() as random:
-                values = _tensors(self._run(func, args, kwargs))
-        except Exception:  # a device that is not here, for one
+            values = tensors_in(self._run(func, args, kwargs))
+        except Exception:  # an impure function, or a device that is not here
             return
-        if random():
-            return
+        for value in values:
+            if any(_writes_unseen(value, other) for other in given):
+                return self._forget(value)
         recipe = self._recipe(func, args, kwargs)
         for index, (traced, value) in enumerate(zip(made, values, strict=True)):
             each = Recipe(recipe.func, recipe.args, recipe.kwargs, index)
-            self._constants[id(traced)] = _Constant(traced, value, each)
+            self._constants[id(traced)] = _Constant(traced, traced._version, value, each)
+
+    def _forget(self, value: Tensor) -> None:
+        """Forgets the constants in the memory of a value."""
+        place = value.untyped_storage().data_ptr()
+        for key, constant in list(self._constants.items()):
+            if constant.value.untyped_storage().data_ptr() == place:
+                del self._constants[key]
 
     def _all_known(self, given: list[Tensor]) -> bool:
-        return bool(given) and all(id(tensor) in self._constants for tensor in given)
-
-    def _forget(self, given: list[Tensor]) -> None:
-        """Forgets constants that a function may have changed, with their views."""
-        found = [self._constants[id(tensor)] for tensor in given if id(tensor) in self._constants]
-        changed = {constant.value.untyped_storage().data_ptr() for constant in found}
-        for key, constant in list(self._constants.items()):
-            if constant.value.untyped_storage().data_ptr() in changed:
-                del self._constants[key]
+        """Whether all tensors are constants that nothing has written since."""
+        found = [self._constants.get(id(tensor)) for tensor in given]
+        return bool(found) and all(x is not None and x.version == x.traced._version for x in found)
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def concrete(leaf: Any) -> Any:
@@ -153,9 +153,8 @@ class ConstantValues:
                 return self._constants[id(leaf)].value
             return hint_of(leaf) if isinstance(leaf, torch.SymInt) else _on_cpu(leaf)
 
-        with without_modes(), torch.no_grad():
-            args, kwargs = pytree.tree_map(concrete, (args, dict(kwargs)))
-            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(concrete, (args, dict(kwargs)))
+        return run_purely(func, args, kwargs)
 
     def _recipe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
         def described(leaf: Any) -> Any:
@@ -165,8 +164,13 @@ class ConstantValues:
         return Recipe(func, args, kwargs)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _writes_unseen(value: Tensor, other: Tensor) -> bool:
+    """Whether writing one tensor changes another whose version does not tell."""
+    if value.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    before = other._version
+    torch.autograd.graph.increment_version(value)
+    return other._version == before
 
 
 def _on_cpu(leaf: Any) -> Any:

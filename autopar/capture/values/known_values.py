@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import pytree, without_modes
+from autopar._torch import without_modes
+from autopar.capture.values.pure_calls import Impure, run_purely, tensors_in
 from autopar.errors import CaptureError
 
 MOST_KNOWN = 4096
 """Elements of a known tensor that is made from numbers."""
 
 _FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.arange})
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__", "__ior__"})
 
 
 class KnownValues:
@@ -38,29 +38,38 @@ class KnownValues:
     def run(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any] | None:
-        """The result of a function of known tensors, in a tuple; None for any other function.
-
-        Raises:
-            CaptureError: a traced tensor is written into a known one.
-        """
+        """The result of a function of known tensors, in a tuple; None for any other function."""
         if not self:
             return None
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = tensors_in((args, kwargs))
         if not given:
             return self._made(func, args, kwargs) if func in _FACTORIES else None
-        if all(tensor in self for tensor in given):
-            with without_modes(), is_random() as random:
-                result = func(*args, **kwargs)
-            if random():
-                return None
-            self._add(result)
-            return (result,)
-        if args[0] in self and writes(func):
+        if not all(tensor in self for tensor in given):
+            return None
+        try:
+            result = run_purely(func, args, kwargs)
+        except Impure:
+            return None
+        self._add(result)
+        return (result,)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def explaining_writes() -> Iterator[None]:
+        """Names the cause where torch refuses to write a traced tensor into a known one.
+
+        Raises:
+            CaptureError: it did.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if "mutating a non-functional tensor" not in str(error):
+                raise
             raise CaptureError(
                 "forward writes computed values into a tensor made of static arguments or "
                 "numbers. Write into a clone of it, made by a function of a computed tensor."
-            )
-        return None
+            ) from None
 
     def _made(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -74,20 +83,4 @@ class KnownValues:
         return (made,)
 
     def _add(self, result: Any) -> None:
-        made = (x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
-        self._tensors |= {id(tensor): tensor for tensor in made}
-
-
-@contextlib.contextmanager
-def is_random() -> Iterator[Callable[[], bool]]:
-    """Tells whether code inside draws random numbers; torch's random state stays as it was."""
-    before, drawn = torch.get_rng_state(), False
-    yield lambda: drawn
-    if drawn := not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
-
-
-def writes(func: Callable[..., Any]) -> bool:
-    """Whether a function changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        self._tensors |= {id(tensor): tensor for tensor in tensors_in(result)}

@@ -81,8 +81,33 @@ def written(linear: Any, x: Tensor) -> Tensor:
     return linear(x).sum() if int(flags[0]) == 0 else linear(x).mean()
 
 
+def written_by_an_operator(linear: Any, x: Tensor) -> Tensor:
+    """No name of a function tells that the operator writes."""
+    flags = torch.full((4,), 3)
+    flags //= x.sum().long()
+    return linear(x).sum() if int(flags[0]) == 3 else linear(x).mean()
+
+
+def written_through_data(linear: Any, x: Tensor) -> Tensor:
+    flags = torch.zeros(4, dtype=torch.int64)
+    flags.data.add_(x.sum().long())
+    return linear(x).sum() if int(flags[0]) == 0 else linear(x).mean()
+
+
+def written_through_a_view(linear: Any, x: Tensor) -> Tensor:
+    flags = torch.zeros(4, dtype=torch.int64)
+    flags.view(2, 2)[0] = x.sum().long()
+    return linear(x).sum() if int(flags[0]) == 0 else linear(x).mean()
+
+
 def random(linear: Any, x: Tensor) -> Tensor:
     draw = torch.randint_like(torch.zeros(4, dtype=torch.int64), 9)
+    return linear(x).sum() if bool(draw.any()) else linear(x).mean()
+
+
+def random_by_a_generator(linear: Any, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.zeros(4, dtype=torch.int64).random_(9, generator=generator)
     return linear(x).sum() if bool(draw.any()) else linear(x).mean()
 
 
@@ -91,7 +116,13 @@ def uninitialized(linear: Any, x: Tensor) -> Tensor:
     return linear(x).sum() if bool(made.any()) else linear(x).mean()
 
 
-@pytest.mark.parametrize("function", [written, random, uninitialized])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(written, written_by_an_operator, written_through_data, written_through_a_view),
+        *(random, random_by_a_generator, uninitialized),
+    ],
+)
 def test_other_values_are_not_read(function: Callable[..., Tensor]) -> None:
     state = torch.get_rng_state()
     with pytest.raises(CaptureError, match="needs the value of a tensor"):

@@ -65,10 +65,17 @@ class Writes(Packed):
         return super().forward(x, packed, lengths=lengths)
 
 
+class Divides(Packed):
+    def forward(self, x: Tensor, packed: Tensor, *, lengths: Tensor) -> Tensor:
+        lengths //= packed.argmax() + 1
+        return super().forward(x, packed, lengths=lengths)
+
+
 def refused_on_rank(rank: int, world_size: int) -> None:
     for model, change, error, match in (
         (Packed(), {}, CaptureError, "needs the value of a tensor"),
         (Writes(), {"static": ["lengths"]}, CaptureError, "writes computed values"),
+        (Divides(), {"static": ["lengths"]}, CaptureError, "writes computed values"),
         (Packed(), {"static": ["packed"]}, BatchError, "at most 4096 integers"),
         (Packed(), {"static": "lengths"}, StrategyError, "static='lengths'"),
     ):
