@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar._torch import pytree
 from autopar.autotune.race import benchmark_plans, memory_budget
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp
@@ -134,13 +135,19 @@ def benchmark_and_pick(
 ) -> Plan:
     """The plan with the shortest measured step; a single plan is returned unchanged.
 
-    Its notes tell the plans that ran out of memory.
+    Its notes tell the plans that ran out of memory. Arguments without values are zeros.
     """
     if len(plans) == 1:
         return plans[0]
-    args, kwargs = call
+    device = module._context.device
+    args, kwargs = pytree.tree_map(lambda x: _with_values(x, device), call)
     trial = benchmark_plans(module.copy_with_plan, plans, args, kwargs, optimizer)
     best = trial.plans[0]
     if trial.seconds:
         best = with_measured_times(trial.plans, trial.seconds, trial.rounds)
     return replace(best, notes=(*best.notes, *trial.notes))
+
+
+def _with_values(leaf: Any, device: torch.device) -> Any:
+    is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
+    return torch.zeros_like(leaf, device=device) if is_meta else leaf

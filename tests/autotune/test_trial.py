@@ -23,8 +23,9 @@ GPT = MODELS["gpt"]
 SEARCH = Strategy(recompute="none", micro_batches=1, search=("pp", "tp"))
 
 
-def compiled(world_size: int, strategy: Strategy, trials: int) -> Any:
+def compiled(world_size: int, strategy: Strategy, trials: int, inputs_on: str = "cpu") -> Any:
     (args, _), *_ = batches(GPT, [0], ROWS, f64)
+    args = tuple(x.to(inputs_on) for x in args)
     return autopar.compile(
         GPT.make().double(),
         strategy=strategy,
@@ -57,7 +58,7 @@ def filled(rank: int, world_size: int, inside: str, where: str, at: int) -> Any:
             return call(*args, **kwargs)
 
     with mock.patch(inside.replace(":", "."), count):
-        model = compiled(world_size, SEARCH, trials=3)
+        model = compiled(world_size, SEARCH, trials=3, inputs_on="meta")
     return trained(model), model.plan, calls
 
 
@@ -112,7 +113,7 @@ def tried(rank: int, world_size: int) -> Any:
             return benchmark_plans(*args)
 
     with mock.patch("autopar.autotune.select.benchmark_plans", benchmark):
-        model = compiled(world_size, SEARCH, trials=3)
+        model = compiled(world_size, SEARCH, trials=3, inputs_on="meta")
     others = [Strategy(tp=2), Strategy(zero=3), Strategy(pp=2, micro_batches=2)]
     results = [trained(model), *(trained(compiled(world_size, each, 0)) for each in others)]
     return results, made, len(alive), model.plan.notes
