@@ -14,7 +14,7 @@ from autopar.formatting import milliseconds as _ms
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.precision import precision_line
-from autopar.report.verdict import NO_BASELINE, compared
+from autopar.report.verdict import baselines, compared, without_baseline
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
@@ -118,8 +118,8 @@ def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
 def _searched(found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
     """Gain over torch's data parallelism; extent and gap of the search."""
     gain = found.gain(step_s)
-    than = f"the best of DDP and fully_shard ({_ms(found.baseline_s)})"
-    yield "verdict", NO_BASELINE if gain is None else f"{compared(gain)} {than}"
+    than = f"{baselines(found)} ({_ms(found.baseline_s)})"
+    yield "verdict", without_baseline(found) if gain is None else f"{compared(gain)} {than}"
     if not found.looked:
         return
     meshes = "1 mesh" if found.looked == 1 else f"{found.looked} meshes"

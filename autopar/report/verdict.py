@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from autopar.formatting import milliseconds
 
 if TYPE_CHECKING:
+    from autopar.plan.search_outcome import SearchOutcome
     from autopar.plan.spec import PlanSpec
 
 EQUAL = 0.005
 """Relative difference of two predicted steps that counts as none."""
-
-NO_BASELINE = "neither DDP nor fully_shard was found to fit"
 
 
 def verdict_lines(plan: PlanSpec) -> Iterator[str]:
@@ -23,13 +22,27 @@ def verdict_lines(plan: PlanSpec) -> Iterator[str]:
         return
     gain = found.gain(cost.step_s)
     if gain is None:
-        yield f"verdict: {NO_BASELINE}"
+        yield f"verdict: {without_baseline(found)}"
     else:
         best = f"{found.baseline}: {milliseconds(found.baseline_s)}"
-        than = f"{compared(gain)} the best of DDP and fully_shard"
+        than = f"{compared(gain)} {baselines(found)}"
         yield f"verdict: {than} ({best}), by prediction"
     if found.looked:
         yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
+
+
+def baselines(found: SearchOutcome) -> str:
+    """The kinds of torch's data parallelism that were predicted, in words."""
+    if bool(found.ddp) == bool(found.fsdp):
+        return "the best of DDP and fully_shard"
+    return "DDP" if found.ddp else "fully_shard"
+
+
+def without_baseline(found: SearchOutcome) -> str:
+    """The reason why a plan is compared with no plan of torch's data parallelism."""
+    if found.ddp or found.fsdp:
+        return "neither DDP nor fully_shard was found to fit"
+    return "DDP and fully_shard were not predicted"
 
 
 def compared(gain: float) -> str:

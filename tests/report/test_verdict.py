@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.plan.prediction import Prediction
+from autopar.plan.prediction import Prediction, RunnerUp
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.report.brief import brief, figures
@@ -35,6 +35,14 @@ def test_gain_bound_and_gap() -> None:
 
 def test_no_baseline_and_no_bound() -> None:
     verdict, extent = verdict_lines(searched(SearchOutcome(1)))
-    assert verdict == "verdict: neither DDP nor fully_shard was found to fit"
+    assert verdict == "verdict: DDP and fully_shard were not predicted"
     assert extent.endswith("; no bound is proven")
     assert not list(verdict_lines(replace(searched(SearchOutcome()), search=None)))
+
+
+def test_the_verdict_names_what_was_predicted() -> None:
+    own = RunnerUp("zero3", 0.12, 2, "")
+    verdict, *_ = verdict_lines(searched(SearchOutcome(0, 0, 0.09, "zero3", 0.12, fsdp=own)))
+    assert verdict.startswith("verdict: 20.0% faster than fully_shard (zero3")
+    verdict, *_ = verdict_lines(searched(SearchOutcome(1, ddp=own)))
+    assert verdict == "verdict: neither DDP nor fully_shard was found to fit"

@@ -12,7 +12,7 @@ from autopar.report.explain import parts_of_step
 from autopar.report.html.figures import amount, count, seconds, seconds_text, share, size
 from autopar.report.html.markup import Markup, join, legend, tag
 from autopar.report.precision import precision_line
-from autopar.report.verdict import EQUAL
+from autopar.report.verdict import EQUAL, baselines, without_baseline
 
 _LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
 
@@ -56,11 +56,12 @@ def _verdict(plan: PlanSpec, p: Prediction) -> Iterator[Markup]:
     part = parts[first] / p.step_s if p.step_s else 0.0
     yield _line("Bound by", f"{first}: ", seconds(parts[first]), ", ", share(part), " of the step.")
     found = plan.search
-    if found is None or (gain := found.gain(p.step_s)) is None:
-        known = found is not None and (found.ddp or found.fsdp)
-        yield _line("DDP and FSDP:", "neither fits." if known else "not predicted.")
+    if found is None:
+        return
+    if (gain := found.gain(p.step_s)) is None:
+        yield _line("Verdict:", f"{without_baseline(found)}.")
     else:
-        than = f" the best of DDP and FSDP ({found.baseline}: {seconds_text(found.baseline_s)})."
+        than = f" {baselines(found)} ({found.baseline}: {seconds_text(found.baseline_s)})."
         if abs(gain) < EQUAL:
             yield _line("As fast as", than)
         else:
