@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch import _is_functional_tensor as is_functional
 from torch._C import _AutoDispatchBelowAutograd as skip_autograd
 from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dispatch.python import enable_python_dispatcher
@@ -114,12 +116,10 @@ def skip_causal_mask_detection() -> contextlib.AbstractContextManager[None]:
     """
     from torch.nn.modules import transformer
 
-    def is_causal_by_hint(
-        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
-    ) -> bool:
+    def by_hint(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
         return is_causal is True
 
-    return patched(transformer, "_detect_is_causal_mask", is_causal_by_hint)
+    return patched(transformer, "_detect_is_causal_mask", by_hint)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from autopar.capture.channels_last import channels_last_dims, in_channels_last
 from autopar.capture.traceable import traceable
 from autopar.capture.values.constant_values import ConstantValues
 from autopar.capture.values.known_values import KnownValues
+from autopar.capture.values.real_tensors import RealTensors, explaining_writes
 from autopar.ir.graph import ParameterInfo
 
 AUTOPAR = os.path.dirname(os.path.dirname(__file__))
@@ -34,7 +35,7 @@ class Annotate(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, known: KnownValues, constants: ConstantValues) -> None:
         super().__init__()
-        self.known, self.constants = known, constants
+        self.known, self.constants, self.real = known, constants, RealTensors()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.channels_last = channels_last_dims(model)
         self.module = ""
@@ -55,6 +56,7 @@ class Annotate(TorchFunctionMode):
         for hook in self.hooks:
             hook.remove()
         super().__exit__(*error)
+        self.real.restore()
 
     def _enter_module(self, module: nn.Module, args: Any) -> Any:
         self.stack.append(self.module)
@@ -71,10 +73,11 @@ class Annotate(TorchFunctionMode):
             return found[0]
         if (found := self.constants.read(func, args, kwargs)) is not None:
             return found[0]
+        self.real.meet((args, kwargs))
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
         form = traceable(func) if args else func  # a form's first parameter has another name
-        with self.known.explaining_writes():
+        with explaining_writes():
             result = form(*args, **kwargs)
         self.constants.follow(func, args, kwargs, result)
         return result

@@ -20,7 +20,7 @@ from autopar.common.tolerances import TOLERANCES, relative_difference
 from autopar.errors import NumericsWarning
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.context import ExecutionContext
-from autopar.runtime.plain_call import has_values, run_plain, values_for
+from autopar.runtime.plain_call import has_values, run_plain
 
 
 def warn_of_branches(context: ExecutionContext, shard: BatchShard, captured: Capture) -> None:
@@ -48,8 +48,8 @@ def _compare(context: ExecutionContext, shard: BatchShard, captured: Capture) ->
         return "Their results were not compared, for want of values: use autopar.verify."
     branches = CompilerBranches(captured.compiled)
     try:
-        plain, narrowest = _results(context, shard, captured, CompilerBranches())
-        compiled, _ = _results(context, shard, captured, branches)
+        plain, narrowest = _results(context, shard, CompilerBranches())
+        compiled, _ = _results(context, shard, branches)
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         return f"Their results were not compared, since a call raised {reason}."
@@ -69,21 +69,16 @@ def _compare(context: ExecutionContext, shard: BatchShard, captured: Capture) ->
 
 
 def _results(
-    context: ExecutionContext, shard: BatchShard, captured: Capture, branches: CompilerBranches
+    context: ExecutionContext, shard: BatchShard, branches: CompilerBranches
 ) -> tuple[list[Tensor], torch.dtype | None]:
     """Tensors that a plain call returns, and the narrowest dtype that it casts to."""
     model, options = context.model, context.options
     leaves = list(shard.call.leaves)
     for index, tensor in zip(shard.call.tensor_indices, shard.tensors, strict=True):
         leaves[index] = tensor
-    changed = {name for name, _ in model.named_parameters()} - captured.graph.parameters.keys()
-    lifted = [getattr(model.get_submodule(module), key) for module, key in captured.lifted]
-    before = [tensor.clone() for tensor in lifted]
-    values, structure = values_for(model, changed), shard.call.structure
+    loss_fn, structure = options.loss_fn, shard.call.structure
     with branches.answering(tracing=False), torch.no_grad(), ConstantDraws() as draws:
-        result = run_plain(model, values, leaves, structure, options.loss_fn, context.autocast())
-        for tensor, value in zip(lifted, before, strict=True):
-            tensor.copy_(value)
+        result = run_plain(model, leaves, structure, loss_fn, context.autocast())
     return [x for x in flatten(result)[0] if isinstance(x, Tensor)], draws.narrowest
 
 

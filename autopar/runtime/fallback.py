@@ -23,7 +23,7 @@ from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.runtime.parameters.distribute import local_part, parameter_like
-from autopar.runtime.plain_call import has_values, run_plain, values_for
+from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
 
 _TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -251,7 +251,7 @@ def check_runs(
         return
     try:
         with torch.enable_grad():
-            run_plain(model, values_for(model), leaves, structure, loss_fn, autocast)
+            run_plain(model, leaves, structure, loss_fn, autocast)
     except torch.OutOfMemoryError:
         return  # the whole batch may be too large for one rank
     except Exception as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from autopar._torch import pytree
+from autopar._torch import TorchDispatchMode, pytree
 from autopar.capture.state.contents import Snapshot
+from autopar.capture.values.pure_calls import tensors_in
 from autopar.runtime.parameters.distribute import local_part
 
 
@@ -19,40 +20,60 @@ def has_values(model: nn.Module) -> bool:
     return all(local_part(p).shape == p.shape and not p.is_meta for p in model.parameters())
 
 
-def values_for(model: nn.Module, copied: Iterable[str] | None = None) -> Mapping[str, torch.Tensor]:
-    """Parameters and buffers for `run_plain`, by name.
-
-    Forward may change buffers and the parameters named in `copied`, None for all: they are copies.
-    """
-    names = None if copied is None else {*copied, *(name for name, _ in model.named_buffers())}
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: _alias(x, names is None or name in names) for name, x in tensors.items()}
-
-
 def run_plain(
     model: nn.Module,
-    values: Mapping[str, torch.Tensor],
     leaves: Sequence[Any],
     structure: Any,
     loss_fn: Callable[..., Any] | None,
     autocast: contextlib.AbstractContextManager[Any],
 ) -> Any:
-    """The result of a flattened call with these parameters and buffers.
+    """The result of a flattened call.
 
-    Inputs, random generators and Python values of the model stay as they are.
+    Parameters, buffers, inputs, random generators and Python values stay as they are, and so do
+    other tensors that forward changes in place. The model needs whole values.
     """
-    copies = [_alias(x, True) if isinstance(x, torch.Tensor) else x for x in leaves]
+    copies = [_alias(x.clone()) if isinstance(x, Tensor) else x for x in leaves]
     args, kwargs = pytree.tree_unflatten(copies, structure)
     args, target = (args[:-1], args[-1:]) if loss_fn is not None else (args, ())
-    snapshot = Snapshot(model)
+    values = {name: _alias(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    snapshot, written = Snapshot(model), _WrittenTensors()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())), autocast:
-            result = torch.func.functional_call(model, dict(values), tuple(args), kwargs)
+        with torch.random.fork_rng(range(torch.cuda.device_count())), autocast, written:
+            result = torch.func.functional_call(model, values, tuple(args), kwargs)
             return result if loss_fn is None else loss_fn(result, *target)
     finally:
+        written.restore()
         snapshot.restore()
 
 
-def _alias(tensor: torch.Tensor, copied: bool) -> torch.Tensor:
-    plain = local_part(tensor).detach()
-    return (plain.clone() if copied else plain).requires_grad_(tensor.requires_grad)
+class _WrittenTensors(TorchDispatchMode):
+    """Copies tensors from before a call as operators are about to write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()  # memory of results; that of older tensors is never given out
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        if func._schema.is_mutable:
+            older = [x for x in given if _memory(x) not in self._made]
+            self._copies += [(x, x.detach().clone()) for x in older]
+        result = func(*args, **kwargs)
+        self._made |= {_memory(x) for x in tensors_in(result)} - {_memory(x) for x in given}
+        return result
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, value in reversed(self._copies):
+                tensor.copy_(value)
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 for layouts without a storage."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return local_part(tensor).detach().requires_grad_(tensor.requires_grad)

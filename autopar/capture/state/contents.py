@@ -181,15 +181,6 @@ class Snapshot:
         _, copy, _ = self._copies.get(id(container), (None, None, None))
         return copy
 
-    def tensors(self) -> dict[int, torch.Tensor]:
-        """The tensors in all containers, without parameters, by id."""
-        values = (value for _, copy, _ in self._copies.values() for value in _values(copy))
-        return {
-            id(x): x
-            for x in values
-            if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter)
-        }
-
     def changes(self) -> list[Change]:
         return [change for entry in self._copies.values() for change in _changes(*entry)]
 
@@ -215,10 +206,6 @@ class Snapshot:
                 container.update(before)
             else:
                 container.extend(before)
-
-
-def _values(copy: Any) -> Iterable[Any]:
-    return copy.values() if isinstance(copy, dict) else copy
 
 
 def _changes(now: Container, before: Any, path: ValuePath) -> Iterator[Change]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import FakeTensor, FunctionalTensor, without_modes
 from autopar.capture.provenance import is_library, user_position
 from autopar.capture.state.contents import (
     INTERNAL,
@@ -65,7 +64,6 @@ class Effects:
         for module, key in self.counters:
             attributes = vars(self.model.get_submodule(module))
             attributes[key] = CounterProxy(attributes[key], self.uses)
-        values = _Values(snapshot.tensors(), self.model)
         try:
             with self._recording_reads(snapshot):
                 yield
@@ -81,7 +79,6 @@ class Effects:
                     self.changes.append(change)
         finally:
             self.set_up = snapshot.has_new_hooks()
-            values.restore()
             if not self.keep:
                 snapshot.restore()
                 for name, old in before.items():
@@ -142,25 +139,6 @@ class Effects:
         modules = dict(self.model.named_modules())
         found = ((name, key, vars(modules[name]).get(key)) for name, key in self.reads)
         return frozenset((name, key) for name, key, value in found if can_lift(value))
-
-
-class _Values:
-    """Values of plain tensors, which a run that does not trace them changes in place."""
-
-    def __init__(self, tensors: Mapping[int, torch.Tensor], model: nn.Module) -> None:
-        buffers = set(map(id, model.buffers()))  # others stand in for them
-        with without_modes(), torch.no_grad():
-            self._copies = [
-                (x, x._version, x.detach().clone())
-                for x in (x for key, x in tensors.items() if key not in buffers)
-                if not isinstance(x, FakeTensor | FunctionalTensor) and not x.is_inference()
-            ]
-
-    def restore(self) -> None:
-        with without_modes(), torch.no_grad():
-            for tensor, version, value in self._copies:
-                if tensor._version != version:
-                    tensor.copy_(value)
 
 
 def can_lift(value: Any) -> bool:

@@ -6,8 +6,7 @@ Together with a traced tensor a known one is a constant of the graph.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from autopar._torch import without_modes
 from autopar.capture.values.pure_calls import Impure, run_purely, tensors_in
-from autopar.errors import CaptureError
 
 MOST_KNOWN = 4096
 """Elements of a known tensor that is made from numbers."""
@@ -52,24 +50,6 @@ class KnownValues:
             return None
         self._add(result)
         return (result,)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def explaining_writes() -> Iterator[None]:
-        """Names the cause where torch refuses to write a traced tensor into a known one.
-
-        Raises:
-            CaptureError: it did.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if "mutating a non-functional tensor" not in str(error):
-                raise
-            raise CaptureError(
-                "forward writes computed values into a tensor made of static arguments or "
-                "numbers. Write into a clone of it, made by a function of a computed tensor."
-            ) from None
 
     def _made(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
