@@ -105,10 +105,13 @@ STRATEGIES: Mapping[str, str | autopar.Strategy] = {
 }
 
 
-def plan_on_laptop(model: nn.Module, inputs: Any, strategy: str) -> autopar.Plan:
+def plan_on_laptop(
+    model: nn.Module, inputs: Any, strategy: str, time_limit_s: float | None = 5
+) -> autopar.Plan:
     """Return the plan for a node of GPUs on which launches and links cost nothing.
 
-    The models are so small that nothing would be worth dividing otherwise.
+    The models are so small that nothing would be worth dividing otherwise. Plans that are
+    compared need a search without a limit of time.
     """
     node = autopar.Cluster.named("dgx-h100", 1)
     free = replace(node, curves={}, topology=None, link=Link(0.0, 0.0, 1e18))
@@ -119,7 +122,7 @@ def plan_on_laptop(model: nn.Module, inputs: Any, strategy: str) -> autopar.Plan
             example_inputs=inputs,
             strategy=STRATEGIES[strategy],
             cluster=free,
-            time_limit_s=5,
+            time_limit_s=time_limit_s,
         )
 
 
@@ -187,11 +190,11 @@ def replay(name: str) -> Replay:
     try:
         script = on_meta(PLANNED[name])
         with patch.object(ilp, "milp", wraps=ilp.milp) as solver:
-            plan = plan_on_laptop(*script, "tp 2 x zero 3")
+            plan = plan_on_laptop(*script, "tp 2 x zero 3", None)
             solves = solver.call_count
             for kind in KINDS:
                 with called_by_models(kind):
-                    other = plan_on_laptop(*on_meta(PLANNED[name]), "tp 2 x zero 3")
+                    other = plan_on_laptop(*on_meta(PLANNED[name]), "tp 2 x zero 3", None)
                 same += [kind] if other.to_json() == plan.to_json() else []
             solver.reset_mock()
             with called_by_models("flash"):

@@ -140,7 +140,8 @@ class _ListScheduler:
     @property
     def leads(self) -> tuple[float, ...]:
         """Stretches between the start of each gather and its first use."""
-        return tuple(round(u.mark + AT_MARK - self.positions[u], 4) for u in self.half.of("early"))
+        ahead = (u.mark + AT_MARK - self.positions[u] for u in self.half.of("early"))
+        return tuple(max(0.0, round(x, 4)) for x in ahead)  # many units may start at one mark
 
     @property
     def delays(self) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 
@@ -90,3 +91,10 @@ def test_with_no_room_one_gather_is_under_way() -> None:
     for start, end in spans:
         others = [span for span in spans if span != (start, end)]
         assert sum(begin <= start < until for begin, until in others) <= 1
+
+
+def test_gathers_that_start_late_at_a_mark_can_be_read_back() -> None:
+    graph, behind = before(3)
+    with patch("autopar.planner.evaluate.overlap_scheduler.TICK", 2 * AT_MARK):
+        found = scheduled(graph, behind, cluster(graph, behind, 1.0))
+    assert min((*found.gather, *found.regather, *found.reduce)) >= 0
