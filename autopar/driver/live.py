@@ -41,6 +41,7 @@ from autopar.runtime.agreement.consensus import (
     is_multi_rank,
     run_on_all_ranks,
 )
+from autopar.runtime.agreement.graph_order import in_order_of_rank0
 from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.planned_module import CaptureFunction
@@ -72,6 +73,7 @@ class LiveDriver(Driver):
         graphs = run_on_all_ranks(
             lambda: capture_micro_batches(strategy, lambda n: self.captured(*ranks, n).graph)
         )
+        graphs = {count: in_order_of_rank0(graph) for count, graph in graphs.items()}
         agree_on_graph(next(iter(graphs.values())), even=False)
         if self.recorder is not None:
             self.recorder.planned.append((problem, graphs))

@@ -44,6 +44,7 @@ from autopar.plan.partition import (
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import assert_same_across_ranks, run_on_all_ranks
+from autopar.runtime.agreement.graph_order import in_order_of_rank0
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
@@ -203,6 +204,10 @@ class ExecutionContext:
     def capture_on_all_ranks(self, shard: BatchShard) -> Capture:
         """Captures a call on every rank at once; raises DisagreementError if the graphs differ."""
         captured = run_on_all_ranks(lambda: self.capture(shard))
+        whole = in_order_of_rank0(captured.captured_graph)
+        is_whole = captured.graph is captured.captured_graph
+        graph = whole if is_whole else in_order_of_rank0(captured.graph)
+        captured = replace(captured, graph=graph, captured_graph=whole)
         even = not self.options.local or shard.slices.is_even
         agree_on_graph(captured.captured_graph, even=even)
         return captured
