@@ -264,8 +264,9 @@ class _MeshSearch(SearchRecord):
     def computes_only(self) -> bool:
         """Whether nearly all of the best step is compute, which every mesh only divides."""
         best = self.best
-        whole = best is not None and best.model_parallel_size == 1  # nothing computed twice
-        return whole and not _recomputes(best) and _saveable(best) <= NEGLIGIBLE
+        if best is None or best.model_parallel_size > 1 or _recomputes(best):
+            return False  # or something may be computed twice
+        return _saveable(best) <= NEGLIGIBLE
 
     def saveable_note(self, others: Sequence[Strategy]) -> str:
         assert self.best is not None
