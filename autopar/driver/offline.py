@@ -81,6 +81,10 @@ class OfflineDriver(Driver):
         self._node_s = 0.0
         self._estimator: MeshEstimator
 
+    def advises(self) -> bool:
+        """Whether there is time to plan with changes where nothing fits."""
+        return self.deadline() and not self._models.alone
+
     def capture(self, problem: PlanningProblem) -> Graphs:
         capture = functools.partial(self._capture, problem.dp_size)
         return capture_micro_batches(problem.strategy, capture)
@@ -228,7 +232,7 @@ def plan_offline(
 
     try:
         with deadline.enforced(), rare_collections():
-            return plan_or_advise(problem, driver.plan, replan, deadline=deadline)
+            return plan_or_advise(problem, driver.plan, replan, deadline=driver.advises)
     except TimeIsOver:
         if deadline.interrupted:
             raise KeyboardInterrupt from None

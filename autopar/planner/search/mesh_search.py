@@ -196,10 +196,14 @@ class _MeshSearch(SearchRecord):
         plain, *others = strategies
         self.try_data_parallel(plain)
         for strategy in sorted(others, key=_likely_to_fit):
-            if self.best is not None or self.over or not self.context.estimating():
+            before = self.best
+            divided = before is None or before.model_parallel_size > 1
+            if self.over or not divided or not self.context.estimating():
                 break
             if strategy.pp_size == 1 and self.states_fit(strategy):
                 self.try_data_parallel(strategy)
+                if before is not None and self.best is before:
+                    break  # narrower models do not help
         if self.computes_only() and (best := self.best) is not None:
             self.refine_best(refine)
             least_s = (1.0 - _saveable(best)) * step_s(best)

@@ -61,7 +61,7 @@ _kept: ContextVar[KeptCaptures | None] = ContextVar("kept_captures", default=Non
 def only_few_blocks() -> Iterator[None]:
     """Plans in this context share captures, and lower no model of repeated blocks whole.
 
-    They are of one model, batch and precision.
+    They are of one model, batch and precision. Where nothing fits, no change is tried.
     """
     token = _kept.set(KeptCaptures())
     try:
