@@ -81,6 +81,7 @@ CASES: Mapping[str, Case] = {
     ),
     "llama-405b-1024": question(partial(planning_models.llama, "405b", 1024), "dgx-h100", 1024),
     "mixtral-8x7b-16": question(partial(planning_models.mixtral, 64), "dgx-a100", 16),
+    "mixtral-8x7b-16-40gb": question(partial(planning_models.mixtral, 64), "dgx-a100", 16, "40GB"),
     "mixtral-8x7b-256": question(partial(planning_models.mixtral, 1024), "dgx-h100", 256),
     "resnet50-8": question(partial(planning_models.resnet, 50, 2048), "dgx-h100", 8),
     "vit-large-32": question(partial(planning_models.vit_large, 4096), "dgx-h100", 32),

@@ -14,10 +14,12 @@ from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import amount, limit_s, ranks
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import MAKE, load
+from autopar.common.deadline import Deadline
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.plan.strategy import SEARCHED, ZERO_OF_NAME, Strategy
+from autopar.planner.search.reduced_models import only_few_blocks
 from autopar.report.html.scaling import scaling_page
 from autopar.report.plan import Plan
 from autopar.report.scaling import ScalePoint, Scaling
@@ -52,8 +54,8 @@ def add_to(commands: Any) -> None:
     add(
         "--time-limit",
         type=limit_s,
-        default=60.0,
-        help="as for autopar plan, for each prediction",
+        default=120.0,
+        help="seconds for all predictions (default 120)",
     )
     add("--json", action="store_true", help=JSON)
     parser.set_defaults(command=run)
@@ -63,9 +65,11 @@ def run(options: argparse.Namespace) -> None:
     """`autopar scale`: the global batch is the same for every number of GPUs."""
     model, inputs = load(options.script, options.rest)
     strategies = {name: strategy_of(name) for name in options.strategies.split(",")}
-    made = list[Plan]()
+    made, deadline = list[Plan](), Deadline(options.time_limit)
+    left = iter(range(len(strategies) * len(options.gpus), 0, -1))
 
     def planned(strategy: Strategy, gpus: int) -> Plan:
+        limit_s = deadline.left_s / next(left)  # an even share of what is left
         made.append(
             make_plan(
                 model,
@@ -74,12 +78,13 @@ def run(options: argparse.Namespace) -> None:
                 strategy=strategy,
                 cluster=cluster_for(options.cluster, gpus),
                 backend=options.backend,
-                time_limit_s=options.time_limit,
+                time_limit_s=limit_s,
             )
         )
         return made[-1]
 
-    rows = {name: list(points(s, options.gpus, planned)) for name, s in strategies.items()}
+    with only_few_blocks():
+        rows = {name: list(points(s, options.gpus, planned)) for name, s in strategies.items()}
     work = made[0].prediction.work if made and made[0].prediction else None
     unit = "rows" if work and not work.tokens else "tokens"
     cap = made[0].memory_cap if made else None

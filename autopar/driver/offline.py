@@ -72,14 +72,18 @@ class OfflineDriver(Driver):
             local=problem.strategy.batch_semantics == "local",
             comm_backend=problem.comm_backend,
         )
-        self._cache: CaptureCache = {}
         self._machines: dict[tuple[str, int], Machine] = {}
         self._capture = functools.cache(self._capture_micro_batch)
 
         self._models = ReducedModels(model, problem.blocks, self._capture_reduced)
+        self._cache = self._models.captures.setdefault((), {})
         self._extended: dict[str, tuple[PlanningProblem, CandidateConfig]] = {}
         self._node_s = 0.0
         self._estimator: MeshEstimator
+
+    def advises(self) -> bool:
+        """Whether there is time to plan with changes where nothing fits."""
+        return self.deadline() and not self._models.alone
 
     def capture(self, problem: PlanningProblem) -> Graphs:
         capture = functools.partial(self._capture, problem.dp_size)
@@ -126,7 +130,7 @@ class OfflineDriver(Driver):
         return super().plan_mesh(problem, context, first)
 
     def refine(self, plan: Plan) -> Plan | None:
-        if not plan.bucket_bytes or plan.name not in self._extended:
+        if not plan.bucket_bytes or plan.name not in self._extended or self._models.alone:
             return None
         problem, config = self._extended.pop(plan.name)
         if self._whole_s(problem) > self.deadline.left_s:
@@ -150,7 +154,7 @@ class OfflineDriver(Driver):
             zero=stage, recompute="none", batch_semantics=problem.strategy.batch_semantics
         )
         problem = replace(problem, strategy=strategy)
-        if problem.world_size == 1 or not self._is_absent(problem):
+        if problem.world_size == 1 or not self._is_absent(problem) or self._models.alone:
             return
         if self._whole_s(problem) > self.deadline.left_s:
             return
@@ -228,7 +232,7 @@ def plan_offline(
 
     try:
         with deadline.enforced(), rare_collections():
-            return plan_or_advise(problem, driver.plan, replan, deadline=deadline)
+            return plan_or_advise(problem, driver.plan, replan, deadline=driver.advises)
     except TimeIsOver:
         if deadline.interrupted:
             raise KeyboardInterrupt from None

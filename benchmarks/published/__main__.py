@@ -116,6 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds to search for these")
     options = parser.parse_args(arguments)
     tables: dict[str, list[dict[str, Any]]] = {}
+
+    def keep() -> None:
+        if options.json:
+            save(options.json, {**about(), "tables": tables})
+
     for path in options.table:
         runs = [run for run in read(path) if any(name in run.name for name in options.only)]
         print(f"{path.name}: published, predicted, error; time to plan")
@@ -123,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:
             if options.choice:
                 rows.append(choose(run, options.limit))
+                keep()
                 print(
                     "  {name:22} recipe {recipe_s:7.3f} s, own {own_s:7.3f} s, {ratio:.3f}: {plan} "
                     "({seconds:.0f} s)".format(**rows[-1]),
@@ -131,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             row = predict(run)
             rows.append(row)
+            keep()
             print(
                 "  {name:22} {published:8.1f} {predicted:8.1f} {unit} "
                 "{error:+7.1%}  step {step_s:7.3f} s  {seconds:5.1f} s".format(**row),
@@ -141,8 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         errors = [abs(row["error"]) for row in rows]
         print(f"  mean error {mean(errors):.1%}, worst {max(errors):.1%}")
-    if options.json:
-        save(options.json, {**about(), "tables": tables})
     return 0
 
 

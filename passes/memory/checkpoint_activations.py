@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import Update
+from autopar.operators.experts import expert_mm
 from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
 from autopar.passes.core.node_builder import aten, is_random, is_view, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
@@ -34,6 +35,7 @@ EXPENSIVE = frozenset(
         aten.sort.default,
         aten.topk.default,
         aten.cumsum.default,
+        expert_mm,
     }
 )
 """Operators that level "selective" never recomputes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import fx
 
 from autopar.cost_model.group_shape import GroupShape
@@ -15,7 +16,7 @@ from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import OpStrategy, Partial, Placement, Shard
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of, wait
-from autopar.passes.rules.local_args import local_bytes
+from autopar.passes.rules.local_args import local_bytes, local_shape
 from autopar.planner.machine import Machine
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.costs import PlacementCosts
@@ -34,6 +35,7 @@ def partition(
     pins: Mapping[str, Placement] | None = None,
     memory: int | None = None,
     copies: float = 4.0,
+    shards: int = 1,
     wrapped: bool = True,
     keep_sharded: bool = False,
     sequence: bool = True,
@@ -50,7 +52,8 @@ def partition(
         memory: limit of a rank's parameters, gradients, optimizer state and saved activations, in
             bytes; if it is infeasible, bytes are minimised.
         copies: ratio of the bytes of a trained parameter with gradient and optimizer state to those
-            of the parameter alone; ZeRO reduces it.
+            of the parameter alone.
+        shards: ranks over which ZeRO shards these copies on dim 0, at least a row on each.
         wrapped: whether parameters are DTensors even if all are replicated.
         keep_sharded: whether pinned parameters are never gathered.
         sequence: whether replicated activations may be sharded, and partial sums reduce-scattered.
@@ -60,7 +63,7 @@ def partition(
         PlanError: No solution was found in time.
     """
     prices = costs_along(ranks, machine, mesh=mesh, axis=axis)
-    trained, of_node, of_moved = _stored_bytes(graph, ranks, copies)
+    trained, of_node, of_moved = _stored_bytes(graph, ranks, copies, shards)
     weight = None if memory is None else Weight(of_node, of_moved, memory)
     late, found = _only_returned(graph), resolve_constraints(pins or {}, graph.parameters, ranks)
     fixed = _views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
@@ -111,7 +114,7 @@ def costs_along(
 
 
 def _stored_bytes(
-    graph: TrainingGraph, ranks: int, copies: float
+    graph: TrainingGraph, ranks: int, copies: float, shards: int
 ) -> tuple[set[fx.Node], Work, Price]:
     """Trained parameters, and bytes that stay in memory on a rank during a step.
 
@@ -125,16 +128,25 @@ def _stored_bytes(
 
     def of_node(node: fx.Node, op_strategy: OpStrategy) -> float:
         places = (0,) if node in names else saved.get(node, ())
-        nbytes = sum(
+        if node in trained:
+            return copies * _shard_bytes(elements(node)[0], op_strategy.results[0], ranks, shards)
+        return sum(
             local_bytes(elements(node)[place], op_strategy.results[place], ranks)
             for place in places
         )
-        return nbytes * (copies if node in trained else 1.0)
 
     def of_redistribution(value: Value, before: Placement, after: Placement) -> float:
         return local_bytes(value.tensor, after, ranks) if value.node in read else 0.0
 
     return trained, of_node, of_redistribution
+
+
+def _shard_bytes(tensor: torch.Tensor, placement: Placement, ranks: int, shards: int) -> int:
+    """The largest of a parameter's shards on dim 0, on a rank of an axis."""
+    shape = local_shape(tensor.shape, placement, ranks)
+    return (
+        math.prod(local_shape(shape, Shard(0), shards) if shape else shape) * tensor.element_size()
+    )
 
 
 def _only_returned(graph: TrainingGraph) -> frozenset[Value]:

@@ -25,6 +25,7 @@ from autopar.planner.evaluate.candidate import (
 )
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.search.runners_up import runners_up
+from autopar.planner.search.state_bytes import least_state_bytes
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
@@ -32,6 +33,9 @@ LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET
 
 DEEPER_PREFETCH = (2, 8)
 """Numbers of buckets gathered ahead, tried where collectives are not scheduled one by one."""
+
+BUCKETS_AT_ONCE = 16
+"""Most buckets in memory at once, for what smaller ones can save."""
 
 HOPELESS = 1.5
 """Largest ratio to the incumbent's step time of a plan whose bandwidths are swept."""
@@ -203,19 +207,16 @@ class _ConfigSearch:
     def may_fit(self, config: CandidateConfig) -> bool:
         """Whether a rank's share of parameters, gradients and optimizer states is under the cap.
 
-        The share is a lower bound: it assumes that axes and ZeRO stages divide everything evenly.
         Stage 1 keeps gradients whole while micro-batches accumulate.
         """
-        base, ranks = self.setup.base, self.setup.base.dp_size
-        sizes, zero_stages = dict(base.parameter_bytes), dict(config.zero_stages)
-        accumulates, least = self.strategy.pipelined, 0.0
-        for name, info in self.setup.parameters.items():
-            stage = zero_stages[info.block]
-            copies = 1.0 / (ranks if stage == 3 else 1)
-            if info.requires_grad:
-                copies += base.optimizer_state_ratio / (ranks if stage else 1)
-                copies += 1.0 / (ranks if stage > accumulates else 1)
-            least += sizes[name] * copies
+        base = self.setup.base
+        least = least_state_bytes(
+            self.setup.parameters.values(),
+            dict(config.zero_stages),
+            self.strategy.dp_shard or base.dp_size,
+            base.optimizer_state_ratio,
+            accumulates=self.strategy.pipelined,
+        )
         return self.cap is None or least <= self.cap * base.model_parallel_size * base.pp_size
 
     def evaluate(self, config: CandidateConfig) -> Candidate:
@@ -237,10 +238,24 @@ class _ConfigSearch:
         """The candidate with the least recomputation that fits; tries small buckets last."""
         if not self.fits(self.evaluate(config)) and not self.may_fit(config):
             return None
-        smaller, base = config, self.setup.base
-        if base.dp_size > 1 or base.partitions:
-            smaller = self.with_buckets(config, SMALLER_BUCKETS[-1])
-        return self.recomputed(config) or self.recomputed(smaller)
+        found, base = self.recomputed(config) if self.can_fit(config) else None, self.setup.base
+        communicates = base.dp_size > 1 or base.partitions
+        if found is not None or not communicates:
+            return found
+        smaller = self.with_buckets(config, SMALLER_BUCKETS[-1])
+        saved = BUCKETS_AT_ONCE * max(config.gather_bytes, config.reduce_bytes)
+        near = self.can_fit(config, saved) and self.can_fit(smaller)
+        return self.recomputed(smaller) if near else None
+
+    def can_fit(self, config: CandidateConfig, more: int = 0) -> bool:
+        """Whether a configuration fits in so many more bytes if all activations are recomputed.
+
+        Those that may be stored instead are not looked at.
+        """
+        if self.strategy.recompute is not None or self.strategy.offload == "auto":
+            return True
+        most = self.recomputing(config, LEVELS[-1], len(self.raise_order))
+        return self.cap is None or self.evaluate(most).needed_bytes <= self.cap + more
 
     def recomputed(self, config: CandidateConfig) -> Candidate | None:
         """The fastest of the candidates that fit with the least recomputation and offload."""

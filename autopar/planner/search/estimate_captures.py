@@ -27,6 +27,7 @@ from autopar.planner.search.mesh_estimate import (
     interpolate_slices,
     micro_batch_figures,
 )
+from autopar.planner.search.state_bytes import padding as padding_of
 
 SAMPLED_LAYERS = 2
 """Blocks kept of each kind: the first and its neighbour."""
@@ -62,6 +63,7 @@ class MeshEstimator:
         self._captures = {} if captures is None else captures
         self._solved = SolvedAxes(for_all_rows=True)
         self._graph, self._figures = cache(self._capture), cache(self._lower)
+        self._padding = cache(lambda ranks: padding_of(problem.parameters.values(), ranks))
 
     def __call__(self, problem: PlanningProblem) -> MeshEstimate:
         """The estimate of a problem whose strategy fixes mesh and micro-batches.
@@ -78,7 +80,11 @@ class MeshEstimator:
         small = min(SIZE_RATIO * problem.dp_size * strategy.pp_size, rows)
         sampled = (max(1, small // SIZE_RATIO), small)
         figures = {count: self._figures(axes, count) for count in sampled}
-        return estimate_mesh(problem, interpolate_slices(figures, slices), self._machine)
+        micro_batch, padding = (
+            interpolate_slices(figures, slices),
+            self._padding(problem.shard_ranks),
+        )
+        return estimate_mesh(problem, micro_batch, self._machine, padding)
 
     def floor_s(self) -> float:
         """Lower bound in seconds of a step on any mesh: an even share of the whole batch's compute.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from autopar.planner.machine import Machine
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.config_search import search_configs
+from autopar.planner.search.fixed_mesh import else_leaner
 from autopar.planner.search.pipeline_search import open_pipelines
 from autopar.planner.search.reduced_models import ReducedModel, ReducedModels
 from autopar.report.plan import Plan
@@ -42,28 +44,43 @@ def plan_extended(
         OutOfMemoryError: nothing fits.
     """
     cap = problem.cap_on(machine.cluster)
-    evaluator = extended_evaluator(problem, models, machine, context)
     strategy = replace(problem.strategy, prefetch=problem.strategy.prefetch or 1)
     unscheduled = problem.strategy.prefetch is None
-    plan = search_configs([evaluator], strategy, cap, context.incumbent_s, unscheduled=unscheduled)
+
+    def plan_with(memory: int | None) -> Plan:
+        evaluator = extended_evaluator(problem, models, machine, context, memory)
+        return search_configs(
+            [evaluator], strategy, cap, context.incumbent_s, unscheduled=unscheduled
+        )
+
+    first = math.isinf(context.incumbent_s)  # others are not worth a second partition
+    plan = else_leaner(strategy, plan_with) if first else plan_with(None)
     origin = f"{machine.cluster.name} ({machine.cluster.provenance})"
     notes = (*plan.notes, *problem.memory_notes(machine.cluster))
     plan = replace(plan, memory_cap=cap, cluster=origin, notes=notes)
-    return plan, config_of(plan, strategy, evaluator.setup.blocks)
+    return plan, config_of(plan, strategy, problem.blocks)
 
 
 def extended_evaluator(
-    problem: PlanningProblem, models: ReducedModels, machine: Machine, context: SearchContext
+    problem: PlanningProblem,
+    models: ReducedModels,
+    machine: Machine,
+    context: SearchContext,
+    memory: int | None = None,
 ) -> ExtendedEvaluator:
-    """The evaluator of the whole model, with the partition of the reduced ones."""
+    """The evaluator of the whole model, with the partition of the reduced ones.
+
+    These hold at most `memory` bytes, or the fewest that they can.
+    """
     count = problem.strategy.micro_batches or 1
+    solved = models.solved if memory is None else models.leanest[problem.shard_ranks]
     quiet = replace(context, baseline=None, on_candidate=None)
     reduced, evaluators = [], []
     for layers in models.samples:
         model = models.get(layers, problem.dp_size, count)
         few = replace(problem, parameters=model.parameters)
         evaluator: Evaluator = build_evaluator(
-            few, model.graph, machine, quiet, carried=models.solved
+            few, model.graph, machine, quiet, memory=memory, carried=solved
         )
         if problem.strategy.pipelined:
             evaluator = next(open_pipelines(evaluator, problem.strategy, count))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.errors import OutOfMemoryError
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.prediction import Work
+from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config, fixed_config
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.machine import Machine
@@ -16,6 +19,8 @@ from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.config_search import search_configs
 from autopar.planner.search.pipeline_search import fastest_pipeline, open_pipelines
 from autopar.report.plan import Plan
+
+LEANER = "more is divided than were fastest, to fit under the cap"
 
 LEANER_PARTITIONS = (0.75, 0.0)
 """Fractions of the cap that a partition may hold, tried in order if the fastest does not fit."""
@@ -57,9 +62,33 @@ def plan_fixed_mesh(
     if observe is not None:
         context = replace(context, on_candidate=lambda plan: observe(finish(plan)))
     if strategy.pipelined:
-        evaluators = {n: build_evaluator(problem, g, machine, context) for n, g in graphs.items()}
-        return finish(fastest_pipeline(evaluators, strategy, cap, context.incumbent_s, first))
+
+        def plan_with(memory: int | None) -> Plan:
+            evaluators = {
+                count: build_evaluator(problem, graph, machine, context, memory=memory)
+                for count, graph in graphs.items()
+            }
+            return fastest_pipeline(evaluators, strategy, cap, context.incumbent_s, first)
+
+        return finish(else_leaner(strategy, plan_with))
     return finish(_plan_unpipelined(problem, graphs[1], machine, context, first))
+
+
+def else_leaner(strategy: Strategy, plan_with: Callable[[int | None], Plan]) -> Plan:
+    """The plan with the fastest partition, else with that of the fewest bytes.
+
+    `plan_with` plans with a partition that holds at most some bytes.
+
+    Raises:
+        OutOfMemoryError: nothing fits.
+    """
+    try:
+        return plan_with(None)
+    except OutOfMemoryError:
+        if not strategy.axes:
+            raise
+        plan = plan_with(0)
+    return replace(plan, notes=(*plan.notes, LEANER))
 
 
 def _plan_unmeasured(problem: PlanningProblem, graphs: Graphs) -> Plan:
@@ -97,5 +126,4 @@ def _plan_unpipelined(
     best = search_configs(evaluators, strategy, cap, context.incumbent_s, first)
     if len(evaluators) == 1 or best.partitions == evaluators[0].setup.base.partitions:
         return best
-    note = "more is divided than were fastest, to fit under the cap"
-    return replace(best, notes=(*best.notes, note))
+    return replace(best, notes=(*best.notes, LEANER))

@@ -113,10 +113,16 @@ class MeshEstimate:
 
 
 def estimate_mesh(
-    problem: PlanningProblem, micro_batch: MicroBatchFigures, machine: Machine
+    problem: PlanningProblem,
+    micro_batch: MicroBatchFigures,
+    machine: Machine,
+    padding: float = 1.0,
 ) -> MeshEstimate:
-    """Estimates a problem whose strategy fixes mesh and micro-batches."""
-    model = _StepModel(problem, micro_batch, machine)
+    """Estimates a problem whose strategy fixes mesh and micro-batches.
+
+    `padding` is the ratio of ZeRO's padded shards to the parameters.
+    """
+    model = _StepModel(problem, micro_batch, machine, padding)
     cap = problem.cap_on(machine.cluster)
     options = [
         (model.step_s(zero, checkpointed), model.nbytes(zero, checkpointed))
@@ -134,6 +140,7 @@ class _StepModel:
     problem: PlanningProblem
     micro_batch: MicroBatchFigures
     machine: Machine
+    padding: float
 
     def __post_init__(self) -> None:
         strategy = self.problem.strategy
@@ -199,7 +206,9 @@ class _StepModel:
             nbytes /= self.levels[level(DATA_AXIS, INTRA_NODE)]
         mesh = {**dict(self.problem.mesh), **self.levels}
         shape = GroupShape.of_axis(mesh, axis, cluster.ranks_per_node)
-        nbytes *= self.sent_share(collective)
+        nbytes *= self.sent_share(collective) * (
+            1.0 if collective == "all_reduce" else self.padding
+        )
         dtype = str(self.problem.dtype).removeprefix("torch.")
         return cluster.seconds(collective, nbytes, shape, dtype).seconds
 
@@ -212,12 +221,12 @@ class _StepModel:
 
     def update_s(self, zero: int) -> float:
         ranks = self.problem.shard_ranks if zero else 1
-        nbytes = round(self.parameter_bytes / ranks)
+        nbytes = round(self.parameter_bytes * (self.padding if zero else 1.0) / ranks)
         return self.machine.update.seconds([nbytes], dtensors=False).seconds
 
     def nbytes(self, zero: int, checkpointed: bool) -> float:
         """Bytes of parameters, gradients, optimizer state and saved activations."""
-        ranks, state = self.problem.shard_ranks, self.problem.state_ratio
+        ranks, state = self.problem.shard_ranks / self.padding, self.problem.state_ratio
         by_stage = {0: 2.0 + state, 1: 2.0 + state / ranks, 2: 1.0 + (1.0 + state) / ranks}
         copies = by_stage.get(zero, (2.0 + state) / ranks)
         in_flight = min(self.stages, self.micro_batches)

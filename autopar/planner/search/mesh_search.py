@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cost import ClusterError
@@ -19,6 +20,7 @@ from autopar.errors import (
 )
 from autopar.formatting import human_bytes
 from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import (
@@ -32,6 +34,7 @@ from autopar.planner.search.meshes import (
 )
 from autopar.planner.search.pipeline_search import step_s
 from autopar.planner.search.search_record import SearchRecord
+from autopar.planner.search.state_bytes import least_gathered_bytes, least_state_bytes
 from autopar.report.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -147,6 +150,7 @@ class _MeshSearch(SearchRecord):
 
     def __post_init__(self) -> None:
         self.cap = self.problem.cap_on(self.problem.cluster)
+        self.least_bytes = cache(self._least_bytes)
         self.autotunes = self.context.on_candidate is not None
         self.margin = AUTOTUNE_MARGIN if self.autotunes else 1.0
 
@@ -191,9 +195,15 @@ class _MeshSearch(SearchRecord):
         """The search under a time limit: data parallelism first, so that there is an answer."""
         plain, *others = strategies
         self.try_data_parallel(plain)
-        for strategy in others:
-            if self.best is None and not self.over and model_ranks(strategy) == 1:
-                self.try_data_parallel(strategy)  # sharded over neighbours
+        for strategy in sorted(others, key=_likely_to_fit):
+            before = self.best
+            divided = before is None or before.model_parallel_size > 1
+            if self.over or not divided or not self.context.estimating():
+                break
+            if strategy.pp_size == 1 and self.states_fit(strategy):
+                self.try_data_parallel(strategy)
+                if before is not None and self.best is before:
+                    break  # narrower models do not help
         if self.computes_only() and (best := self.best) is not None:
             self.refine_best(refine)
             least_s = (1.0 - _saveable(best)) * step_s(best)
@@ -229,10 +239,11 @@ class _MeshSearch(SearchRecord):
     def try_data_parallel(self, plain: Strategy) -> None:
         """Plans data parallelism with few rows in a micro-batch, then more while that helps.
 
-        In small worlds whole batches come first, and parts of them if memory demands it.
+        In small worlds whole batches come first, and parts of them if memory demands it, unless
+        another mesh did not fit.
         """
         whole, *parts = with_micro_batches(plain, MOST_MICRO_BATCHES)
-        small = self.problem.world_size <= SMALL_WORLD
+        small = self.problem.world_size <= SMALL_WORLD and not self.failures
         parts.reverse()
         most = self.looked + DATA_PARALLEL_TRIES
         for strategy in (whole, *parts) if small else (*parts, whole):
@@ -257,7 +268,9 @@ class _MeshSearch(SearchRecord):
     def computes_only(self) -> bool:
         """Whether nearly all of the best step is compute, which every mesh only divides."""
         best = self.best
-        return best is not None and not _recomputes(best) and _saveable(best) <= NEGLIGIBLE
+        if best is None or best.model_parallel_size > 1 or _recomputes(best):
+            return False  # or something may be computed twice
+        return _saveable(best) <= NEGLIGIBLE
 
     def saveable_note(self, others: Sequence[Strategy]) -> str:
         assert self.best is not None
@@ -352,18 +365,33 @@ class _MeshSearch(SearchRecord):
         return likely and estimate.least_s < best_s
 
     def states_fit(self, strategy: Strategy) -> bool:
-        """Whether parameters, gradients and states fit if all axes divide them evenly."""
+        """Whether parameters, gradients and states fit if axes of the model divide them evenly."""
         if self.cap is None:
             return True
-        base = self.problem.base()
-        total = sum(size for _, size in base.parameter_bytes)
         ranks = strategy.dp_shard or self.problem.world_size // model_ranks(strategy)
-        parts = model_ranks(strategy) * (ranks if strategy.zero in (None, 3) else 1)
-        short = int(total * (2.0 + base.optimizer_state_ratio) / parts) - self.cap
+        states, gathered = self.least_bytes(ranks)
+        least = states + (gathered if strategy.pp_size == 1 else 0.0)
+        short = int(least / model_ranks(strategy)) - self.cap
         if short > 0:
-            text = f"parameters, gradients and states alone need {human_bytes(short)} more"
-            self.failures.append(OutOfMemoryError(f"{mesh_name(strategy)}: {text}", short))
+            text = (
+                f"nothing fits under {human_bytes(self.cap)} per rank: on {mesh_name(strategy)} "
+                f"parameters, gradients and states alone need {human_bytes(short)} more"
+            )
+            self.failures.append(OutOfMemoryError(text, short, cap=self.cap))
         return short <= 0
+
+    def _least_bytes(self, ranks: int) -> tuple[float, float]:
+        """Bytes of states, and of the largest gathered parameter, under ZeRO over some ranks."""
+        problem = self.problem
+        infos, ratio = problem.parameters.values(), problem.state_ratio
+        stages = dict(default_config(problem.strategy, problem.blocks, 3).zero_stages)
+        gathered = least_gathered_bytes(infos, ranks, ratio) if any(stages.values()) else 0.0
+        return least_state_bytes(infos, stages, ranks, ratio), gathered
+
+
+def _likely_to_fit(strategy: Strategy) -> tuple[bool, int]:
+    """Order of meshes where data parallelism does not fit: neighbours first, then wide models."""
+    return model_ranks(strategy) > 1, -model_ranks(strategy)
 
 
 def _recomputes(plan: Plan) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -38,13 +41,44 @@ class ReducedModel:
     blocks: Mapping[str, str]
 
 
+@dataclass
+class KeptCaptures:
+    """Captures of one model.
+
+    Attributes:
+        calls: captures of whole batches, by the number of blocks of each kind; () for all blocks.
+        models: reduced models, by these numbers, data-parallel ranks and micro-batches.
+    """
+
+    calls: dict[Layers, CaptureCache] = field(default_factory=dict)
+    models: dict[tuple[Layers, int, int], ReducedModel] = field(default_factory=dict)
+
+
+_kept: ContextVar[KeptCaptures | None] = ContextVar("kept_captures", default=None)
+
+
+@contextmanager
+def only_few_blocks() -> Iterator[None]:
+    """Plans in this context share captures, and lower no model of repeated blocks whole.
+
+    They are of one model, batch and precision. Where nothing fits, no change is tried.
+    """
+    token = _kept.set(KeptCaptures())
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 class ReducedModels:
     """Reduced captures of one model, each made once.
 
     Attributes:
+        alone: whether the whole model is never lowered.
         kinds: names of the blocks of each kind, in the whole model.
-        captures: captures of whole batches, by the number of blocks of each kind.
+        captures: captures of whole batches, by the number of blocks of each kind; () for all.
         solved: strategies along model-parallel axes, for any number of blocks.
+        leanest: strategies of the fewest bytes, by the number of ranks that ZeRO shards over.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], capture: CaptureReduced) -> None:
@@ -54,10 +88,11 @@ class ReducedModels:
         self._module_names = modules
         self._parameter_names = {id(p): name for name, p in model.named_parameters()}
         self.kinds = [[modules[id(block[0])] for block in kind.modules] for kind in self._kinds]
-        self.captures: dict[Layers, CaptureCache] = {}
+        self._kept, self.alone = _kept.get() or KeptCaptures(), _kept.get() is not None
+        self.captures = self._kept.calls
         self.solved = SolvedAxes()
+        self.leanest = defaultdict[int, SolvedAxes](partial(SolvedAxes, for_all_rows=True))
         self._sizes: dict[Layers, int] = {}
-        self.get = cache(self._get)
 
     @property
     def fewest(self) -> Layers:
@@ -70,14 +105,21 @@ class ReducedModels:
         more = [(*few[:i], few[i] + 1, *few[i + 1 :]) for i in range(len(few))]
         return [few, *more]
 
-    def _get(self, layers: Layers, ranks: int, micro_batches: int) -> ReducedModel:
+    def get(self, layers: Layers, ranks: int, micro_batches: int) -> ReducedModel:
+        key = layers, ranks, micro_batches
+        if key not in self._kept.models:
+            self._kept.models[key] = self._reduced(*key)
+        found = self._kept.models[key]
+        self._sizes[layers] = len(found.graph.graph.nodes)
+        return found
+
+    def _reduced(self, layers: Layers, ranks: int, micro_batches: int) -> ReducedModel:
         captures = self.captures.setdefault(layers, {})
         with with_num_layers(self._model, self._kinds, layers):
             graph = self._capture(ranks, micro_batches, captures)
             parameters = describe_parameters(self._model)
             tensors = dict(self._model.named_parameters())
             modules = dict(self._model.named_modules())
-        self._sizes[layers] = len(graph.graph.nodes)
         names = {name: self._parameter_names[id(tensors[name])] for name in parameters}
         own = {"", *(info.block for info in parameters.values())}
         blocks = {block: self._module_names[id(modules[block])] for block in own}

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.common.deadline import TimeIsOver
-from autopar.errors import AutoparError, BatchError, OutOfMemoryError
+from autopar.errors import AutoparError, BatchError, OutOfMemoryError, PlanError
+from autopar.formatting import human_bytes
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
@@ -92,7 +93,7 @@ class SearchRecord:
         """The best plan with runners-up and notes; raises the least shortfall, else a refusal."""
         if self.best is None:
             if self.failures:
-                raise min(self.failures, key=lambda failure: failure.shortfall)
+                raise self.nothing_fits()
             if self.refusals:
                 raise next(iter(self.refusals.values()))
             raise TimeIsOver
@@ -100,6 +101,20 @@ class SearchRecord:
         notes = (*best.notes, *self.refusal_notes(), *notes)
         found = self.outcome(bound_s)
         return replace(best, runners_up=self.runners_up(best), notes=notes, search=found)
+
+    def nothing_fits(self) -> AutoparError:
+        """The least shortfall, or that time ended before any mesh was found to fit."""
+        nearest = min(self.failures, key=lambda failure: failure.shortfall)
+        left = [*(each.strategy for each in self.skipped), *self.unknown, *self.costly]
+        if not left:
+            return nearest
+        return PlanError(
+            f"no plan of {self.problem.model} that fits was found in time, though there may be "
+            f"one. {self.looked} meshes were tried, and the nearest that is known not to fit lacks "
+            f"at least {human_bytes(nearest.shortfall)}. Not looked at: "
+            f"{abbreviated(map(mesh_name, left))}. Give a longer time_limit_s, or fix one of these "
+            "meshes in the strategy."
+        )
 
     def refusal_notes(self) -> Iterator[str]:
         """Notes on meshes that are not possible; several that lack rows share one note."""

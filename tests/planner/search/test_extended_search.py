@@ -21,7 +21,7 @@ from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.extended_search import plan_extended
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
-from autopar.planner.search.reduced_models import ReducedModels
+from autopar.planner.search.reduced_models import ReducedModels, only_few_blocks
 from autopar.report.plan import Plan
 from tests.planner.blocks import GPTBlock, Stack
 from tests.planner.problems import problem_of
@@ -88,6 +88,30 @@ def test_figures_grow_with_the_blocks(strategy: dict[str, Any]) -> None:
     assert dict(few.sent_bytes) == pytest.approx(dict(whole.sent_bytes), rel=0.01)
     assert few.placements == whole.placements
     assert [p.layouts for p in few.partitions] == [p.layouts for p in whole.partitions]
+
+
+def test_plans_in_a_row_share_captures() -> None:
+    made: list[int] = []
+
+    def counted(ranks: int, count: int, cache: CaptureCache) -> TrainingGraph:
+        made.append(ranks)
+        return captured(ranks, count, cache)
+
+    def models() -> ReducedModels:
+        return ReducedModels(gpt()[0], problem().blocks, counted)
+
+    with only_few_blocks():
+        models().captures |= REDUCED
+        for ranks in (4, 8, 8):
+            own = models()
+            found = [own.get(layers, ranks, 1) for layers in own.samples]
+            assert len(found[0].blocks) < len(found[1].blocks)
+            assert own.alone
+        REDUCED.update(own.captures)
+        assert made == [4, 4, 8, 8]
+        assert own.whole_nodes() > len(found[1].graph.graph.nodes)
+        assert len([*own.captures[own.fewest]]) == 1  # of the whole batch
+    assert not models().alone
 
 
 def test_ranks_fill_the_buckets_themselves() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.errors import BatchError, CaptureError, OutOfMemoryError
+from autopar.common.deadline import TimeIsOver
+from autopar.errors import BatchError, CaptureError, OutOfMemoryError, PlanError
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
@@ -177,8 +178,34 @@ def test_states_that_exceed_the_cap_are_not_looked_at() -> None:
     answers: Answers = {(1, 4, None): predicted(2.0, 0.0)}
     expected = expecting({(1, 4, 1): 1.0})
     assert fastest_mesh(given, looking(answers, []), expected, 4).name == "(1, 4, None)"
-    with pytest.raises(OutOfMemoryError, match="tp=4: parameters, gradients and states alone"):
+    with pytest.raises(OutOfMemoryError, match="on tp=4 parameters, gradients and states alone"):
         fastest_mesh(replace(given, memory=50_000), looking({}, []), expected, 4)
+
+
+def test_in_limited_time_the_first_that_fits_comes_before_estimates() -> None:
+    """Meshes without stages, which few blocks price, the widest models first."""
+    answers: Answers = {
+        (1, 1, 2): OutOfMemoryError("", 7),
+        (1, 4, 2): OutOfMemoryError("", 5),
+        (1, 2, 2): predicted(2.0, 0.5),
+    }
+    given, seen = problem(replace(AUTO, micro_batches=2), memory=10**9), list[Mesh]()
+    context = SearchContext(lambda: False, timed=True, estimating=lambda: len(seen) < 3)
+    plan = fastest_mesh(given, looking(answers, seen), FAR, 4, context)
+    assert seen == list(answers)
+    assert plan.search is not None
+    assert not plan.search.complete
+
+
+def test_time_that_ends_before_anything_fits_proves_nothing() -> None:
+    def late(own: PlanningProblem, context: SearchContext) -> Plan:
+        if mesh(own.strategy) == (1, 1, None):
+            raise OutOfMemoryError("", 7 * 2**30)
+        raise TimeIsOver
+
+    context = SearchContext(lambda: False, timed=True)
+    with pytest.raises(PlanError, match=r"lacks at least 7.0 GiB. Not looked at: .*pp=2"):
+        fastest_mesh(problem(memory=10**9), late, FAR, 4, context)
 
 
 def test_what_cannot_be_captured_at_all_is_said() -> None:

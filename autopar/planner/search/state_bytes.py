@@ -1,0 +1,72 @@
+"""`least_state_bytes`: lower bound of what parameters take, on the rank with the largest shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autopar.ir.graph import ParameterInfo
+from autopar.ir.placement import chunk_of
+
+
+def least_state_bytes(
+    parameters: Iterable[ParameterInfo],
+    zero_stages: Mapping[str, int],
+    ranks: int,
+    state_ratio: float,
+    *,
+    accumulates: bool = False,
+) -> float:
+    """Bytes of parameters, gradients and optimizer states under ZeRO over some ranks.
+
+    Axes of the model divide these evenly at best. There are `state_ratio` bytes of optimizer state
+    per byte of a parameter, and each block has a ZeRO stage. Where micro-batches accumulate, stage
+    1 keeps gradients whole.
+    """
+    least = 0.0
+    for info in parameters:
+        stage, share = zero_stages[info.block], largest_share(info, ranks)
+        copies = share if stage == 3 else 1.0
+        if info.requires_grad:
+            copies += state_ratio * (share if stage else 1.0)
+            copies += share if stage > accumulates else 1.0
+        least += info.bytes * copies
+    return least
+
+
+def largest_share(info: ParameterInfo, ranks: int) -> float:
+    """Fraction of a parameter on the first of some ranks, which hold whole rows of its dim 0.
+
+    >>> import torch
+    >>> [largest_share(ParameterInfo("w", (8, 4), torch.float32, True, ""), n) for n in (4, 16)]
+    [0.25, 0.125]
+    """
+    rows = info.shape[0] if info.shape else 1
+    return chunk_of(rows, ranks, 0)[1] / rows if rows else 0.0
+
+
+def least_gathered_bytes(
+    parameters: Iterable[ParameterInfo], ranks: int, state_ratio: float
+) -> float:
+    """Bytes that the parameter of the most bytes takes beside its shard, while it is used.
+
+    It is put together from shards of equal size, or stays whole with its gradient and states.
+    """
+    return max(
+        (min(_gathered(p, ranks), _kept(p, ranks, state_ratio)) for p in parameters), default=0.0
+    )
+
+
+def padding(parameters: Iterable[ParameterInfo], ranks: int) -> float:
+    """Ratio of the bytes of all shards, padded to equal sizes, to those of the parameters."""
+    infos = list(parameters)
+    total = sum(info.bytes for info in infos)
+    return sum(_gathered(info, ranks) for info in infos) / total if total else 1.0
+
+
+def _gathered(info: ParameterInfo, ranks: int) -> float:
+    return info.bytes * largest_share(info, ranks) * ranks if info.shape else float(info.bytes)
+
+
+def _kept(info: ParameterInfo, ranks: int, state_ratio: float) -> float:
+    copies = 2.0 + state_ratio if info.requires_grad else 1.0
+    return info.bytes * copies * (1.0 - largest_share(info, ranks))
