@@ -98,6 +98,15 @@ class BlockStorage:
         extent.writing = self._writers.submit(self._write, extent, memoryview(buffer))
         return extent.writing
 
+    def map(self, extent: Extent) -> mmap.mmap:
+        """An extent that was written once, as memory whose changes the kernel writes."""
+        return mmap.mmap(self._file, extent.size, offset=extent.offset)
+
+    def settle(self, extent: Extent, mapped: mmap.mmap) -> None:
+        """Begins to write changes of a mapped extent; its memory goes back to the system."""
+        mapped.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._file, extent.offset, extent.size, os.POSIX_FADV_DONTNEED)
+
     def _read(self, extent: Extent, buffer: Memory, before: Future[None] | None) -> None:
         if before is not None:
             before.result()

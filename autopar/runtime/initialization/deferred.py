@@ -38,6 +38,7 @@ from autopar.runtime.parameters.distribute import (
     swap_parameter,
 )
 from autopar.runtime.parameters.dtensor_layout import distribute_replicated, in_layout_of
+from autopar.runtime.parameters.on_storage import store_parameters
 from autopar.runtime.process_groups import explaining_comm_errors
 
 TRIAL_VALUE = 0.01
@@ -157,6 +158,7 @@ class DeferredValues:
         with torch.no_grad(), without_weight_references(self.model), only_shapes(units):
             for unit in units:
                 self._give_unit(unit, drawn, tensors, delivery)
+                store_parameters(self.model.parameters(), plan)
 
     def _give_unit(
         self,
