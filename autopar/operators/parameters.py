@@ -60,10 +60,10 @@ def store(value: Tensor, folder: str) -> None:
     Raises:
         OffloadError: the disk is full, or the folder cannot be written.
     """
-    if value.nbytes < LEAST_BYTES or value.data_ptr() in _homes or not value.is_contiguous():
+    if value.nbytes < LEAST_BYTES or value.data_ptr() in _homes:
         return
     storage = storage_in(folder)
-    content = value.detach().view(-1).view(torch.uint8)
+    content = value.detach().reshape(-1).view(torch.uint8)
     extent = storage.allocate(content.numel())
     storage.write(extent, content.numpy().data).result()
     mapped = storage.map(extent)
