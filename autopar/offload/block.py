@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar._torch import pytree
+from autopar._torch import local_tensor, pytree
 from autopar.common.block_storage import Extent, round_up
 from autopar.errors import StrategyError
-from autopar.runtime.parameters.distribute import local_part
 
 ALIGNMENT = 64
 """Bytes at whose multiples a tensor starts inside of its block."""
@@ -61,12 +60,12 @@ class StateBlock:
         for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
             shadow.grad = None
             if self.masters:
-                local_part(parameter).copy_(local_part(shadow))
+                local_tensor(parameter).copy_(local_tensor(shadow))
         return hyperparameters(group)
 
     def _refresh(self, parameter: nn.Parameter, shadow: nn.Parameter) -> None:
         """Follows changes of a parameter since the last step."""
-        value, own = local_part(parameter), local_part(shadow)
+        value, own = local_tensor(parameter), local_tensor(shadow)
         if value.shape != own.shape:
             raise StrategyError(
                 f"a parameter of shape {list(parameter.shape)} was sharded after states were "
@@ -82,11 +81,11 @@ class StateBlock:
         """Replaces the hyperparameters, the states and the masters by copies of these."""
         copies = [pytree.tree_map(_copy, dict(state)) for state in states]
         for parameter, shadow, state in zip(self.parameters, self.shadows, copies, strict=True):
-            master = local_part(state.pop(MASTER, parameter))
+            master = local_tensor(state.pop(MASTER, parameter))
             if self.masters:
-                local_part(shadow).data = master.to(shadow.dtype, copy=True)
+                local_tensor(shadow).data = master.to(shadow.dtype, copy=True)
             else:
-                local_part(shadow).data = master.data
+                local_tensor(shadow).data = master.data
         indices = list(range(len(copies)))
         kept = {index: state for index, state in enumerate(copies) if state}
         group = {**options, "params": indices}
@@ -134,8 +133,8 @@ class StateBlock:
     def _local_states(self) -> list[Tensor]:
         """This rank's masters, and states of more than one number."""
         leaves = pytree.tree_leaves([self.inner.state.get(shadow) for shadow in self.shadows])
-        states = [local_part(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        masters = [local_part(shadow) for shadow in self.shadows] if self.masters else []
+        states = [local_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        masters = [local_tensor(shadow) for shadow in self.shadows] if self.masters else []
         return masters + [each for each in states if each.dim() and each.numel()]
 
     def _views(self, buffer: mmap.mmap) -> Iterator[Tensor]:

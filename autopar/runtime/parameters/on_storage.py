@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autopar._torch import local_tensor
 from autopar.errors import StrategyError
 from autopar.operators.parameters import settle, store
 from autopar.plan.spec import PlanSpec
-from autopar.runtime.parameters.distribute import is_remote, local_part
+from autopar.runtime.parameters.distribute import is_remote
 
 
 def store_parameters(parameters: Iterable[nn.Parameter], plan: PlanSpec | None) -> None:
@@ -34,7 +35,7 @@ def store_parameters(parameters: Iterable[nn.Parameter], plan: PlanSpec | None) 
                 f"parameters on {parameter.device} cannot be offloaded, only those on a CPU: give "
                 "Strategy(offload='activations') or none"
             )
-        store(local_part(parameter), plan.offload_dir)
+        store(local_tensor(parameter), plan.offload_dir)
 
 
 @functools.cache
@@ -47,4 +48,4 @@ def _settle(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not is_remote(parameter):
-                settle(local_part(parameter))
+                settle(local_tensor(parameter))
