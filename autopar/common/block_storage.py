@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.common.heap import return_freed_memory
 from autopar.errors import OffloadError
 
 Memory = mmap.mmap | memoryview
@@ -57,6 +58,7 @@ class BlockStorage:
     """
 
     def __init__(self, folder: Path, checked: bool = False) -> None:
+        return_freed_memory()
         self.folder, self.checked = folder, checked
         self.size = 0
         self._free: dict[int, list[Extent]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,21 +32,36 @@ class StateBlock:
 
     Attributes:
         parameters: the model's parameters.
+        master_dtype: dtype of masters of the parameters; None for none.
         shadows: tensors that the inner optimizer steps. They share the memory of the parameters,
-            or are their masters.
+            or are their masters. None before the first step.
         inner: optimizer of the shadows.
-        masters: whether the shadows are masters.
         extent: place of the states on storage; None before the first step.
         layout: shape and dtype of each tensor there.
     """
 
     parameters: Sequence[nn.Parameter]
-    shadows: Sequence[nn.Parameter]
-    inner: Optimizer
-    masters: bool
+    master_dtype: torch.dtype | None = None
+    shadows: Sequence[nn.Parameter] = ()
+    inner: Optimizer = field(init=False)
     extent: Extent | None = None
     layout: tuple[tuple[torch.Size, torch.dtype], ...] = ()
     _stored: list[Tensor] = field(default_factory=list)
+
+    @property
+    def masters(self) -> bool:
+        """Whether the shadows are masters."""
+        return self.master_dtype is not None
+
+    def begin(self, make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> None:
+        """Makes the shadows and their optimizer, unless they exist."""
+        if self.shadows:
+            return
+        values = [parameter.detach() for parameter in self.parameters]
+        if self.master_dtype is not None:
+            values = [value.to(self.master_dtype, copy=True) for value in values]
+        self.shadows = list(map(nn.Parameter, values))
+        self.inner = make(self.shadows)
 
     def step(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Steps the parameters under a group's hyperparameters; returns them as they are then."""
@@ -99,7 +114,7 @@ class StateBlock:
 
     def parameters_with_state(self) -> Iterator[nn.Parameter]:
         """The parameters that have a state, or a master."""
-        for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
+        for parameter, shadow in zip(self.parameters, self.shadows, strict=False):
             if self.masters or self.inner.state.get(shadow):
                 yield parameter
 

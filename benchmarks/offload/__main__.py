@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--models", help="for --exactness", **some(NAMES))
     parser.add_argument("--plans", help="for --exactness", **some(PLANS))
     parser.add_argument("--contents", help="for --exactness", **some(CONTENTS))
-    parser.add_argument("--limit", type=float, default=2.0, help="GiB, for --fits")
+    parser.add_argument("--limit", type=int, default=384, help="MiB, for --fits")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)
@@ -44,7 +44,7 @@ def main() -> int:
         chosen = options.models, options.plans, options.contents
         return 0 if sweep(options.folder, *chosen, options.output) else 1
     if options.fits:
-        sizes = options.rows or 64, options.width or 1024, options.layers or 84
+        sizes = options.rows or 64, options.width or 512, options.layers or 64
         return 0 if fits(options.folder, options.limit, *sizes, options.output) else 1
     sizes = options.rows or 4096, options.width or 512, options.layers or 6
     found = compare(options.folder, *sizes, options.rounds) | about()

@@ -1,12 +1,14 @@
 """Training under a real limit of the memory of a process, in memory and on storage.
 
 The model is in bf16 and its AdamW has float32 masters on storage, 12 bytes of states a parameter.
-The limit is RLIMIT_DATA, which counts all private memory of a process, torch's libraries included.
+The limit is RLIMIT_DATA, set to what Python and torch take at the start and some MiB more. The
+kernel refuses private memory beyond it: files that are mapped do not count.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import resource
 import threading
 import time
@@ -34,55 +36,44 @@ WAYS: Mapping[str, tuple[int, Mapping[str, Any] | None]] = {
 
 
 def fits(
-    folder: Path, limit_gib: float, rows: int, width: int, layers: int, json: Path | None
+    folder: Path, more_mib: int, rows: int, width: int, layers: int, json: Path | None
 ) -> bool:
-    """Trains in each way under the limit; whether storage alone lives, as predicted."""
-    limit = round(limit_gib * 2**30)
-    sizes = {"rows": rows, "width": width, "layers": layers}
+    """Trains in each way under the limit; whether storage alone lives."""
+    sizes = {"more": more_mib << 20, "rows": rows, "width": width, "layers": layers}
     found: dict[str, Any] = {}
     for way, (ranks, _) in WAYS.items():
-        given = {"way": way, "folder": str(folder), "limit": limit, **sizes}
+        given = {"way": way, "folder": str(folder), **sizes}
         answer = run_isolated(train, ranks, timeout=3000, expect_errors=True, **given)[0]
         is_dead = isinstance(answer, Raised)
         found[way] = {"died": f"{answer.type}: {answer.message[:200]}"} if is_dead else answer
         print(f"{way}: {found[way]}", flush=True)
         if json:
-            save(json, {**about(), "limit": limit, **sizes, "ways": found})
-    lives = [way for way, own in found.items() if "died" not in own]
-    return lives == ["storage"]
+            save(json, {**about(), **sizes, "ways": found})
+    return [way for way, own in found.items() if "died" not in own] == ["storage"]
 
 
 def train(
-    rank: int,
-    world_size: int,
-    way: str,
-    folder: str,
-    limit: int,
-    rows: int,
-    width: int,
-    layers: int,
+    rank: int, world_size: int, way: str, folder: str, more: int, rows: int, width: int, layers: int
 ) -> dict[str, Any]:
     """Some steps under the limit; losses, bytes and seconds."""
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    start = status("RssAnon")
+    started = status("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (started + more, started + more))
     batch = torch.randn(rows, width).bfloat16(), torch.randn(rows, width).bfloat16()
     options, is_stored = WAYS[way][1], way == "storage"
     make = functools.partial(torch.optim.AdamW, lr=1e-4)
     if is_stored:
-        stored = {"folder": folder, "block_bytes": "8MiB", "master_dtype": torch.float32}
+        stored = {"folder": folder, "block_bytes": "2MiB", "master_dtype": torch.float32}
         make = functools.partial(autopar.OffloadedOptimizer, torch.optim.AdamW, **stored, lr=1e-4)
     model = made(width, layers, meta=options is not None)
     if options is not None:
         options = {"recompute": "none", "zero": 0, "offload_dir": folder, **options}
         strategy = autopar.Strategy(**options)
-        model = autopar.compile(
-            model,
-            strategy=strategy,
-            example_inputs=batch,
-            optimizer=make,
-            memory=limit - status("VmData") if is_stored else None,
-        )
+        given = {"example_inputs": batch, "optimizer": make}
+        model = autopar.compile(model, strategy=strategy, **given)
+        model.materialize_parameters()
     optimizer = make(model.parameters())
+    gc.collect()
+    before = status("RssAnon") - sum(x.nbytes for x in batch)
     losses, seconds = [], []
     with Peak() as peak:
         for _ in range(STEPS):
@@ -99,9 +90,11 @@ def train(
         "seconds": seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": getattr(optimizer, "stored_bytes", 0),
-        "start_bytes": start,
-        "peak_bytes": peak.nbytes - start,
+        "limit": started + more,
+        "compiled_bytes": before - started,
+        "peak_bytes": peak.nbytes - before,
         "predicted_bytes": None if cost is None else cost.peak_bytes,
+        "predicted": None if cost is None else dict(cost.memory),
         "predicted_s": None if cost is None else cost.step_s,
     }
 
