@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--models", help="for --exactness", **some(NAMES))
     parser.add_argument("--plans", help="for --exactness", **some(PLANS))
     parser.add_argument("--contents", help="for --exactness", **some(CONTENTS))
-    parser.add_argument("--limit", type=int, default=384, help="MiB, for --fits")
+    parser.add_argument("--limit", type=int, default=512, help="MiB, for --fits")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)

@@ -154,11 +154,11 @@ class DeferredValues:
         """
         delivery = Delivery.under(plan, mesh, self.device)
         tensors, drawn = self.tensors(), self.awaiting - self.elsewhere.keys()
-        units = list(units_of(self.model, self.init_fn))
+        units, parameters = list(units_of(self.model, self.init_fn)), list(self.model.parameters())
         with torch.no_grad(), without_weight_references(self.model), only_shapes(units):
             for unit in units:
                 self._give_unit(unit, drawn, tensors, delivery)
-                store_parameters(self.model.parameters(), plan)
+                store_parameters(parameters, plan)
 
     def _give_unit(
         self,
