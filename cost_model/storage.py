@@ -14,8 +14,8 @@ LANE = "storage"
 """Stream of transfers in a simulated step."""
 
 WRITE, READ = "storage write", "storage read"
-_TRANSFERS = {"offload": WRITE, "prefetch": READ}
-_WAITS = ("offloaded", "prefetched")
+_TRANSFERS = {"offload": WRITE, "prefetch": READ, "fetch": READ}
+_WAITS = ("offloaded", "prefetched", "fetched")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ def transfer_of(node: fx.Node) -> str | None:
 def is_storage_wait(node: fx.Node) -> bool:
     """Whether a node waits for a transfer, which its first argument began."""
     return _own_name(node) in _WAITS
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether a node is a parameter that lies on storage: it is read from there."""
+    reads = (transfer_of(user) == READ for user in node.users)
+    return node.op == "placeholder" and any(reads)
 
 
 def _own_name(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ from autopar.passes.memory.checkpoint_activations import CheckpointActivations
 from autopar.passes.memory.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.memory.offload_activations import OffloadActivations
+from autopar.passes.memory.offload_parameters import OffloadParameters
 from autopar.passes.pipeline_parallel.accumulate_micro_batches import AccumulateMicroBatches
 from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.registration import with_registered
@@ -122,6 +123,8 @@ def build_stage_pipeline(
     if axes:
         passes.append(ScheduleOverlap(plan.prefetch, plan.in_flight, plan.overlaps))
     passes += (LowerCollectives(backend, coordinate[axis], axis) for axis in axes)
+    if plan.offload_parameters:
+        passes.append(OffloadParameters())
     if plan.offload:
         passes.append(OffloadActivations(plan.offload, plan.offload_dir))
     return with_registered(PassPipeline(tuple(passes)), is_last=True).without(disable)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.common.heap import return_freed_memory
 from autopar.errors import OffloadError
 
 Memory = mmap.mmap | memoryview
@@ -57,6 +58,7 @@ class BlockStorage:
     """
 
     def __init__(self, folder: Path, checked: bool = False) -> None:
+        return_freed_memory()
         self.folder, self.checked = folder, checked
         self.size = 0
         self._free: dict[int, list[Extent]] = {}
@@ -97,6 +99,15 @@ class BlockStorage:
         """
         extent.writing = self._writers.submit(self._write, extent, memoryview(buffer))
         return extent.writing
+
+    def map(self, extent: Extent) -> mmap.mmap:
+        """An extent that was written once, as memory whose changes the kernel writes."""
+        return mmap.mmap(self._file, extent.size, offset=extent.offset)
+
+    def settle(self, extent: Extent, mapped: mmap.mmap) -> None:
+        """Begins to write changes of a mapped extent; its memory goes back to the system."""
+        mapped.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._file, extent.offset, extent.size, os.POSIX_FADV_DONTNEED)
 
     def _read(self, extent: Extent, buffer: Memory, before: Future[None] | None) -> None:
         if before is not None:

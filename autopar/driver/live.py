@@ -143,7 +143,7 @@ class LivePlanner:
             OffloadError: this rank cannot.
         """
         assert_same_across_ranks({"plan": plan.digest()}, "Give every rank the same plan.")
-        if plan.offload:
+        if plan.offload or plan.offload_parameters:
             run_on_all_ranks(lambda: storage_in(plan.offload_dir))
         for line in compressed(plan):
             warn_once(LossyWarning, f"under autopar's plan {line}")

@@ -57,6 +57,7 @@ class GraphProperty(enum.Enum):
     COLLECTIVES_LOWERED = "collectives of the lowered axes are operators of torch"
     AXES_PARTITIONED = "parameters and values are one rank's parts along partitioned axes"
     ACTIVATIONS_OFFLOADED = "chosen activations are on storage between forward and backward"
+    PARAMETERS_OFFLOADED = "large parameters are on storage, and are read before their uses"
     STAGES_PLACED = "every operator has its stage of the pipeline"
 
 

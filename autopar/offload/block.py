@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar._torch import pytree
+from autopar._torch import local_tensor, pytree
 from autopar.common.block_storage import Extent, round_up
 from autopar.errors import StrategyError
-from autopar.runtime.parameters.distribute import local_part
 
 ALIGNMENT = 64
 """Bytes at whose multiples a tensor starts inside of its block."""
@@ -33,21 +32,36 @@ class StateBlock:
 
     Attributes:
         parameters: the model's parameters.
+        master_dtype: dtype of masters of the parameters; None for none.
         shadows: tensors that the inner optimizer steps. They share the memory of the parameters,
-            or are their masters.
+            or are their masters. None before the first step.
         inner: optimizer of the shadows.
-        masters: whether the shadows are masters.
         extent: place of the states on storage; None before the first step.
         layout: shape and dtype of each tensor there.
     """
 
     parameters: Sequence[nn.Parameter]
-    shadows: Sequence[nn.Parameter]
-    inner: Optimizer
-    masters: bool
+    master_dtype: torch.dtype | None = None
+    shadows: Sequence[nn.Parameter] = ()
+    inner: Optimizer = field(init=False)
     extent: Extent | None = None
     layout: tuple[tuple[torch.Size, torch.dtype], ...] = ()
     _stored: list[Tensor] = field(default_factory=list)
+
+    @property
+    def masters(self) -> bool:
+        """Whether the shadows are masters."""
+        return self.master_dtype is not None
+
+    def begin(self, make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> None:
+        """Makes the shadows and their optimizer, unless they exist."""
+        if self.shadows:
+            return
+        values = [parameter.detach() for parameter in self.parameters]
+        if self.master_dtype is not None:
+            values = [value.to(self.master_dtype, copy=True) for value in values]
+        self.shadows = list(map(nn.Parameter, values))
+        self.inner = make(self.shadows)
 
     def step(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Steps the parameters under a group's hyperparameters; returns them as they are then."""
@@ -61,12 +75,12 @@ class StateBlock:
         for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
             shadow.grad = None
             if self.masters:
-                local_part(parameter).copy_(local_part(shadow))
+                local_tensor(parameter).copy_(local_tensor(shadow))
         return hyperparameters(group)
 
     def _refresh(self, parameter: nn.Parameter, shadow: nn.Parameter) -> None:
         """Follows changes of a parameter since the last step."""
-        value, own = local_part(parameter), local_part(shadow)
+        value, own = local_tensor(parameter), local_tensor(shadow)
         if value.shape != own.shape:
             raise StrategyError(
                 f"a parameter of shape {list(parameter.shape)} was sharded after states were "
@@ -82,11 +96,11 @@ class StateBlock:
         """Replaces the hyperparameters, the states and the masters by copies of these."""
         copies = [pytree.tree_map(_copy, dict(state)) for state in states]
         for parameter, shadow, state in zip(self.parameters, self.shadows, copies, strict=True):
-            master = local_part(state.pop(MASTER, parameter))
+            master = local_tensor(state.pop(MASTER, parameter))
             if self.masters:
-                local_part(shadow).data = master.to(shadow.dtype, copy=True)
+                local_tensor(shadow).data = master.to(shadow.dtype, copy=True)
             else:
-                local_part(shadow).data = master.data
+                local_tensor(shadow).data = master.data
         indices = list(range(len(copies)))
         kept = {index: state for index, state in enumerate(copies) if state}
         group = {**options, "params": indices}
@@ -100,7 +114,7 @@ class StateBlock:
 
     def parameters_with_state(self) -> Iterator[nn.Parameter]:
         """The parameters that have a state, or a master."""
-        for parameter, shadow in zip(self.parameters, self.shadows, strict=True):
+        for parameter, shadow in zip(self.parameters, self.shadows, strict=False):
             if self.masters or self.inner.state.get(shadow):
                 yield parameter
 
@@ -134,8 +148,8 @@ class StateBlock:
     def _local_states(self) -> list[Tensor]:
         """This rank's masters, and states of more than one number."""
         leaves = pytree.tree_leaves([self.inner.state.get(shadow) for shadow in self.shadows])
-        states = [local_part(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        masters = [local_part(shadow) for shadow in self.shadows] if self.masters else []
+        states = [local_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        masters = [local_tensor(shadow) for shadow in self.shadows] if self.masters else []
         return masters + [each for each in states if each.dim() and each.numel()]
 
     def _views(self, buffer: mmap.mmap) -> Iterator[Tensor]:

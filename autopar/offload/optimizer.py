@@ -7,6 +7,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +162,11 @@ class OffloadedOptimizer(Optimizer):
         for group in self.param_groups[self._num_split :]:
             own = [p for p in group["params"] if not is_remote(p)]
             for parameters in _split(own, self.block_bytes):
-                shadows = [self._shadow_of(p) for p in parameters]
-                inner = self.kind([{**hyperparameters(group), "params": shadows}], **self._options)
-                masters = self._master_dtype is not None
-                self._blocks.append((group, StateBlock(parameters, shadows, inner, masters)))
+                self._blocks.append((group, StateBlock(parameters, self._master_dtype)))
         self._num_split = len(self.param_groups)
 
-    def _shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        value = parameter.detach()
-        if self._master_dtype is not None:
-            value = value.to(self._master_dtype, copy=True)
-        return nn.Parameter(value)
+    def _make_inner(self, group: Mapping[str, Any], shadows: Sequence[nn.Parameter]) -> Optimizer:
+        return self.kind([{**hyperparameters(group), "params": shadows}], **self._options)
 
     def _stream(
         self, entries: Sequence[tuple[dict[str, Any], StateBlock]], changes: bool = True
@@ -185,6 +180,7 @@ class OffloadedOptimizer(Optimizer):
             if buffer is not None and reading is not None:
                 reading.result()
                 block.attach(buffer)
+            block.begin(partial(self._make_inner, group))
             yield group, block
             if changes:
                 self._write(block, buffer)

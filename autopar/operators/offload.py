@@ -86,14 +86,18 @@ def _offloaded(ticket: Tensor, value: Tensor) -> Tensor:
 
 def _prefetch(ticket: Tensor, *like: Any) -> Tensor:
     device, own = like[-1], _stored[int(ticket)]
-    memory = torch.empty(own.extent.size + PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % PAGE
-    pages = memory[start : start + own.extent.size]
+    pages = empty_pages(own.extent.size)
     own.reading = own.storage.read(own.extent, pages.numpy().data)
-    own.host = pages.view(own.like.dtype).as_strided(
-        own.like.shape, own.like.stride(), start // own.like.itemsize
-    )
+    typed = pages.view(own.like.dtype)
+    own.host = typed.as_strided(own.like.shape, own.like.stride(), typed.storage_offset())
     return own.host if device.type == "cpu" else torch.empty_like(own.host, device=device)
+
+
+def empty_pages(size: int) -> Tensor:
+    """New memory of some bytes that begins at a page."""
+    memory = torch.empty(size + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
 
 
 def _prefetched(buffer: Tensor, ticket: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class PlanSpec:
             `in_flight` if present.
         recompute: checkpointing level of each block.
         offload: blocks whose saved activations lie on storage; "" for everything outside of blocks.
+        offload_parameters: whether parameters lie on storage between their uses.
         offload_dir: folder on the storage of each rank.
         activation_bytes: limit of saved activations, in bytes; None for no limit.
         batch_semantics: "global" for the step of one device on the whole batch; "local" for
@@ -115,6 +116,7 @@ class PlanSpec:
     overlaps: tuple[Overlap, ...] = ()
     recompute: tuple[tuple[str, Level], ...] = ()
     offload: tuple[str, ...] = ()
+    offload_parameters: bool = False
     offload_dir: str = ""
     activation_bytes: Count | None = None
     batch_semantics: GlobalOrLocal = "global"

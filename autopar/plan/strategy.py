@@ -35,6 +35,7 @@ REDUCE_PRECISIONS = {"bf16": "bfloat16"}
 """Names of dtypes that gradients may be reduced in, other than their own."""
 
 Pin = Shard | Replicate
+Offload = Literal["none", "activations", "parameters", "activations+parameters", "auto"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
@@ -46,7 +47,9 @@ class Strategy:
         zero: ZeRO stage of every block, or a mapping of block names to stages.
         recompute: level of activation checkpointing.
         offload: "activations" to keep saved activations on storage between forward and backward,
-            "auto" to allow it where nothing cheaper fits, "none" or None for memory only.
+            "parameters" to keep parameters there between their uses, "activations+parameters" for
+            both, "auto" to allow the first where nothing cheaper fits, "none" or None for memory
+            only.
         offload_dir: folder on the storage of each rank, for `offload`.
         gather_bytes: size of parameter buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
@@ -97,7 +100,7 @@ class Strategy:
 
     zero: int | Mapping[str, int] | None = None
     recompute: Level | None = None
-    offload: Literal["none", "activations", "auto"] | None = None
+    offload: Offload | None = None
     offload_dir: str | None = None
     gather_bytes: int | None = None
     reduce_bytes: int | None = None
@@ -329,7 +332,7 @@ def _placements(name: str, value: Any) -> None:
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "zero": _zero,
     "recompute": lambda name, value: choice(name, value, get_args(Level)),
-    "offload": lambda name, value: choice(name, value, ("none", "activations", "auto")),
+    "offload": lambda name, value: choice(name, value, get_args(Offload)),
     "offload_dir": lambda name, value: text(name, value, "give the name of a folder"),
     "gather_bytes": lambda name, value: count(name, value, 1, MAX_BYTES),
     "reduce_bytes": lambda name, value: count(name, value, 1, MAX_BYTES),

@@ -237,5 +237,5 @@ def is_baseline(plan: Plan) -> bool:
     levels = {level for _, level in plan.recompute}
     lossy = any((*plan.compressions.reduce, *plan.compressions.gather))
     uniform = stages in ({0}, {3}) and len(levels) <= 1 and not plan.hybrid
-    other = lossy or plan.overlaps or plan.offload
+    other = lossy or plan.overlaps or plan.offload or plan.offload_parameters
     return uniform and plan.dp_size == plan.world_size and not other

@@ -77,6 +77,7 @@ def figures(plan: PlanSpec) -> dict[str, Any]:
         "zero_stages": dict(plan.zero_stages),
         "recompute": {block: level for block, level in plan.recompute if level != "none"},
         "offload": list(plan.offload),
+        "offload_parameters": plan.offload_parameters,
         "pipeline": None if plan.pipeline is None else str(plan.pipeline),
         "batch": plan.batch,
         "precision": plan.precision,

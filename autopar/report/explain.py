@@ -40,6 +40,8 @@ def explain(plan: PlanSpec) -> str:
             if away := len(plan.offload):
                 parts = f"those of {away} of {len(plan.recompute)} blocks lie on storage"
                 lines.append(f"Memory costs time: activations leave it ({parts}).")
+            if plan.offload_parameters:
+                lines.append("Memory costs time: parameters are read from storage for each use.")
         figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
         if changes := [*_memory(plan, p), *_links(plan, p)]:

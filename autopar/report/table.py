@@ -59,6 +59,8 @@ def layout(plan: PlanSpec) -> list[str]:
     lines = [_render(grid), *_stages(plan), mesh, *precision_line(plan), *compressed(plan)]
     if plan.offload:
         lines.append(f"activations of {len(plan.offload)} blocks lie in {plan.offload_dir}")
+    if plan.offload_parameters:
+        lines.append(f"parameters lie in {plan.offload_dir} between their uses")
     if plan.sent_bytes:
         sent = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
         lines.append(f"a rank sends {sent} a step")

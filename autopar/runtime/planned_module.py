@@ -40,6 +40,7 @@ from autopar.runtime.parameters.distribute import (
     parameter_like,
 )
 from autopar.runtime.parameters.dtensor_layout import in_layout_of
+from autopar.runtime.parameters.on_storage import store_parameters
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh
@@ -181,6 +182,7 @@ class PlannedModule(nn.Module):
         if self._deferred is not None:
             held = Layout(self.plan).parameters_on(rank()) if self.plan is not None else None
             self._deferred.make_room(shapes, held)
+            store_parameters(self._wrapped[0].parameters(), self.plan)
             self._context.reindex_model()
 
     def load_values_of(self, shapes: Mapping[str, torch.Size], load: Callable[[], object]) -> None:
@@ -244,6 +246,7 @@ class PlannedModule(nn.Module):
             context.world = group_of(context.device, (ranks,))
         with keep_random_state(context.device):  # sharding by DTensor draws from it
             run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
+            run_on_all_ranks(lambda: store_parameters(self._wrapped[0].parameters(), plan))
         context.reindex_model()
         context.planning_captures.clear()
         self.plan = context.plan = plan

@@ -3,7 +3,8 @@
 A storage lives from the node that allocates it to the last use of any node whose value is in it,
 because generated code frees each value after its last use. In addition:
 
-- parameters, buffers, constants, optimizer state and the batch always exist;
+- parameters on storage take no memory;
+- other parameters, buffers, constants, optimizer state and the batch always exist;
 - gradients live until the optimizer has stepped, the last point of time;
 - a stage's outgoing messages live until the end of its forward or backward;
 - outputs live until the next forward returns: in `loss = model(x)` the old loss goes last;
@@ -25,6 +26,7 @@ from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.kernels.aliases import Storage, find_storages
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from autopar.cost_model.memory.workspace import Workspace
+from autopar.cost_model.storage import is_stored
 from autopar.ir import roles
 from autopar.ir.graph import TrainingGraph, tensor_bytes
 
@@ -147,6 +149,8 @@ class _Lifetimes:
     def tensors(self) -> Iterator[Span]:
         for storage, nodes in zip(self.storages, self.nodes_of, strict=True):
             if self.device == "cuda" and storage.device != "cuda":
+                continue
+            if is_stored(storage.creator):
                 continue
             category = self._category(storage, nodes)
             nbytes = storage.nbytes * (self.overhead.batches if category == "inputs" else 1)

@@ -15,12 +15,10 @@ from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.operators.offload import offload, offloaded, prefetch, prefetched
 from autopar.passes.core.node_builder import call, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.memory.read_ahead import AHEAD, Read, read_ahead
 
 LEAST_BYTES = 64 << 10
 """Smaller values stay in memory: a transfer of one costs more than its bytes are worth."""
-
-AHEAD = 2
-"""Bytes in flight at once, as a multiple of the largest value."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class OffloadActivations(Pass):
         _take_views_again(changed, found)
         window = AHEAD * max(value.nbytes for value in found)
         tickets = _write(changed, found, self.folder, window)
-        _read(changed, found, tickets, window)
+        _read(changed, found, tickets)
         return PassResult(changed)
 
 
@@ -154,45 +152,16 @@ def _write(
     return tickets
 
 
-def _read(
-    graph: TrainingGraph, found: Sequence[SavedValue], tickets: Sequence[fx.Node], window: int
-) -> None:
-    """Reads each value before its first reader, and begins `window` bytes ahead."""
-    start = graph.backward_start
+def _read(graph: TrainingGraph, found: Sequence[SavedValue], tickets: Sequence[fx.Node]) -> None:
+    """Reads each value before its first reader in the backward."""
     nodes = list(graph.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
-    late = set(nodes[place[start] : -1])
-    readers = {v: sorted(late.intersection(v.node.users), key=place.__getitem__) for v in found}
-    ticket_of = dict(zip(found, tickets, strict=True))
-    order = sorted(found, key=lambda value: place[readers[value][0]])
-    buffers: list[fx.Node] = []
-    for index, value in enumerate(order):
-        at = start if index == 0 else readers[order[index - 1]][0]
-        flying = sum(each.nbytes for each in order[index : len(buffers)])
-        with graph.graph.inserting_before(at):
-            while len(buffers) < len(order):
-                following = order[len(buffers)]
-                if flying and flying + following.nbytes > window:
-                    break
-                buffers.append(_prefetch(graph, following, ticket_of[following], at))
-                flying += following.nbytes
-        first = readers[value][0]
-        with graph.graph.inserting_before(first):
-            back = call(graph.graph, first, prefetched, buffers[index], ticket_of[value])
-        _describe(back, value.node)
-        for reader in readers[value]:
-            reader.replace_input_with(value.node, back)
-
-
-def _prefetch(graph: TrainingGraph, value: SavedValue, ticket: fx.Node, at: fx.Node) -> fx.Node:
-    like = value.node.meta["val"]
-    size, stride = list(like.shape), list(like.stride())
-    node = call(graph.graph, at, prefetch, ticket, size, stride, like.dtype, like.device)
-    _describe(node, value.node)
-    return node
-
-
-def _describe(node: fx.Node, like: fx.Node) -> None:
-    """Gives a copy of a value the meta of the value."""
-    kept = ("placement", "batch_dims", "block", "source", "stage")
-    node.meta |= {key: like.meta[key] for key in kept if key in like.meta}
+    late = set(nodes[place[graph.backward_start] : -1])
+    groups = []
+    for value, ticket in zip(found, tickets, strict=True):
+        readers = sorted(late.intersection(value.node.users), key=place.__getitem__)
+        like = value.node.meta["val"]
+        size, stride = list(like.shape), list(like.stride())
+        begin = (prefetch, ticket, size, stride, like.dtype, like.device)
+        groups.append([Read(value.node, readers, value.nbytes, begin, (prefetched, ticket))])
+    read_ahead(graph.graph, groups, graph.backward_start)

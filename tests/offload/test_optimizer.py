@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import autopar
+from autopar._torch import local_tensor
 from autopar.common import block_storage
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from benchmarks.memoize import memoized_capture
@@ -169,6 +170,28 @@ def train_and_move(rank: int, world_size: int, name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_plan_and_back_to_memory(name: str, tmp_path: Path) -> None:
     run(train_and_move, 2, name=name, folder=str(tmp_path))
+
+
+def load_masters(rank: int, world_size: int, folder: str) -> None:
+    model = compiled(STRATEGIES["zero3"])
+    optimizers = [
+        offloaded(optim.AdamW, model.parameters(), folder, master_dtype=f64) for _ in range(2)
+    ]
+    train(model, optimizers[0], range(1))
+    saved = optimizers[0].state_dict()
+    for state in saved["state"].values():
+        state["master"] = state["master"] * 2.0
+    optimizers[1].load_state_dict(saved)
+    masters = [local_tensor(s) for o in optimizers for _, b in o._blocks for s in b.shadows]
+    assert not any(master.numel() for master in masters), "masters stay in memory"
+    for key, state in optimizers[1].state_dict()["state"].items():
+        assert torch.equal(
+            local_tensor(state["master"]), local_tensor(saved["state"][key]["master"])
+        )
+
+
+def test_masters_of_shards(tmp_path: Path) -> None:
+    run(load_masters, 2, folder=str(tmp_path))
 
 
 def fail_on_one(rank: int, world_size: int, folder: str) -> None:

@@ -21,6 +21,7 @@ class CandidateConfig:
 
     Attributes:
         offload: blocks whose saved activations lie on storage.
+        offload_parameters: whether parameters lie on storage.
         gather_bytes: size of gather buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of buckets gathered ahead.
@@ -45,6 +46,7 @@ class CandidateConfig:
     compress_activations: str = ""
     hierarchical: bool = False
     offload: tuple[str, ...] = ()
+    offload_parameters: bool = False
 
     def named(self, mesh: Mapping[str, int]) -> str:
         """The name of its plan: axes of the mesh, ZeRO stages, and the other choices."""
@@ -57,6 +59,8 @@ class CandidateConfig:
             parts.append("recompute " + _counted(level for _, level in self.recompute))
         if self.offload:
             parts.append(f"offload x{len(self.offload)}")
+        if self.offload_parameters:
+            parts.append("parameters on storage")
         parts.append(f"buckets {max(self.gather_bytes, self.reduce_bytes) / 2**20:g} MiB")
         if self.prefetch != 1:
             parts.append(f"prefetch {self.prefetch}")
@@ -131,6 +135,7 @@ def default_config(strategy: Strategy, blocks: Sequence[str], zero_stage: int) -
         zero_stages = dict.fromkeys(blocks, strategy.zero)
     else:
         zero_stages = {**dict.fromkeys(blocks, zero_stage), **(strategy.zero or {})}
+    contents = (strategy.offload or "").split("+")
     return CandidateConfig(
         zero_stages=tuple((block, zero_stages[block]) for block in blocks),
         recompute=tuple((block, strategy.recompute or "none") for block in blocks),
@@ -141,7 +146,8 @@ def default_config(strategy: Strategy, blocks: Sequence[str], zero_stage: int) -
         compress_gathers=compression_of(strategy.compress_gathers),
         compress_activations=compression_of(strategy.compress_activations),
         hierarchical=bool(strategy.hierarchical),
-        offload=tuple(blocks) if strategy.offload == "activations" else (),
+        offload=tuple(blocks) if "activations" in contents else (),
+        offload_parameters="parameters" in contents,
     )
 
 

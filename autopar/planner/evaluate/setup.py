@@ -13,7 +13,7 @@ from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
-from autopar.cost_model.storage import UNMEASURED
+from autopar.cost_model.storage import UNMEASURED, WRITE
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import Replicate, Shard
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
@@ -103,6 +103,7 @@ class EvaluationSetup:
             zero_stages=config.zero_stages,
             recompute=config.recompute,
             offload=config.offload,
+            offload_parameters=config.offload_parameters,
             compressions=Compressions(activations=config.compress_activations),
             prefetch=config.prefetch,
             in_flight=IN_FLIGHT if any(zero.values()) else 0,
@@ -116,7 +117,13 @@ class EvaluationSetup:
         return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
     def update_cost(self, plan: Plan, trained_bytes: Iterable[int]) -> Cost:
-        return self.update.seconds(list(trained_bytes), dtensors=Layout(plan).shards_parameters)
+        sizes = list(trained_bytes)
+        cost = self.update.seconds(sizes, dtensors=Layout(plan).shards_parameters)
+        if not plan.offload_parameters:
+            return cost
+        storage = self.cluster.storage or UNMEASURED
+        written = sum(storage.seconds(WRITE, nbytes).seconds for nbytes in sizes)
+        return replace(cost, seconds=cost.seconds + written)
 
     def overlaps(
         self, config: CandidateConfig, graph: TrainingGraph, passes: PassPipeline
@@ -133,7 +140,8 @@ class EvaluationSetup:
     def candidate(self, config: CandidateConfig, plan: Plan, prediction: Prediction) -> Candidate:
         """The candidate of a plan and its prediction; calls `note`."""
         notes = (*plan.notes, *self.overhead.gaps())
-        if plan.offload and self.cluster.storage is None:
+        is_offloaded = plan.offload or plan.offload_parameters
+        if is_offloaded and self.cluster.storage is None:
             notes += (f"storage: {UNMEASURED.provenance}; autopar measure --offload-dir times it",)
         plan = replace(plan, prediction=prediction, notes=notes)
         self.note(plan)

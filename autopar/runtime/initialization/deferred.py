@@ -38,6 +38,7 @@ from autopar.runtime.parameters.distribute import (
     swap_parameter,
 )
 from autopar.runtime.parameters.dtensor_layout import distribute_replicated, in_layout_of
+from autopar.runtime.parameters.on_storage import store_parameters
 from autopar.runtime.process_groups import explaining_comm_errors
 
 TRIAL_VALUE = 0.01
@@ -153,10 +154,11 @@ class DeferredValues:
         """
         delivery = Delivery.under(plan, mesh, self.device)
         tensors, drawn = self.tensors(), self.awaiting - self.elsewhere.keys()
-        units = list(units_of(self.model, self.init_fn))
+        units, parameters = list(units_of(self.model, self.init_fn)), list(self.model.parameters())
         with torch.no_grad(), without_weight_references(self.model), only_shapes(units):
             for unit in units:
                 self._give_unit(unit, drawn, tensors, delivery)
+                store_parameters(parameters, plan)
 
     def _give_unit(
         self,

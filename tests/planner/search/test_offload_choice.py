@@ -12,7 +12,7 @@ from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.measurement.storage_bench import measure_storage
 from autopar.cost_model.storage import Storage
-from benchmarks.offload.__main__ import Model
+from benchmarks.offload.models import Model
 
 BATCH = (torch.ones(2048, 64), torch.ones(2048, 64))
 SIZES = (1 << 16, 1 << 26)
