@@ -45,6 +45,7 @@ class Setting:
     layers: int = 4
     warm_up: int | None = None
     averages_adam: bool = False
+    kept: float = 1.0
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, from 1."""
@@ -100,7 +101,7 @@ class Replicas:
         if apart % self.setting.every:
             return
         with torch.no_grad():
-            exchange(self.blocks, self.outer)
+            exchange(self.blocks, self.outer, self.setting.kept)
         if self.setting.averages_adam:
             moments = [
                 [v for state in adam.state.values() for v in state.values() if v.dim()]
@@ -125,14 +126,14 @@ class Replicas:
         return made
 
 
-def exchange(blocks: Sequence[Block], outer: Outer) -> None:
+def exchange(blocks: Sequence[Block], outer: Outer, kept: float) -> None:
     """Have a round of all groups, as `Block.average` has it on ranks."""
     changes = [block._changes() for block in blocks]
     mean = {name: sum(each[name] for each in changes) / len(changes) for name in changes[0]}
     for block, own in zip(blocks, changes, strict=True):
         if outer.late:
             block._step(block._landed)
-            block.sent, block._landed = own, mean
+            block.sent, block._landed = {n: kept * own[n] for n in own}, mean
             block._set(block.sent)
         else:
             block._step(mean)
@@ -148,7 +149,19 @@ def train(setting: Setting, outer: Outer | None, text: Tensor, held_out: Tensor)
     ]
     own = validation_loss(replicas.models[0].eval(), held_out, 32, setting.seq)
     mean = validation_loss(replicas.mean_model().eval(), held_out, 32, setting.seq)
-    return {"validation_loss": own, "of_mean": mean, "last_losses": losses[-20:]}
+    settled = mean
+    if outer and outer.late:
+        with torch.no_grad():
+            for block in replicas.blocks:
+                block._step(block._landed)
+                block._set({})
+        settled = validation_loss(replicas.models[0].eval(), held_out, 32, setting.seq)
+    return {
+        "validation_loss": own,
+        "of_mean": mean,
+        "settled": settled,
+        "last_losses": losses[-20:],
+    }
 
 
 def main() -> None:
