@@ -25,6 +25,12 @@ LASTING = 3
 SPARING = 1000
 """Seconds of training for each second of probing links."""
 
+RANK_ADVICE = (
+    "Waits for other ranks are left out, so it computes or reads data slowly. All ranks wait for "
+    "it. model.rebalance() gives it fewer rows under ddp and ZeRO."
+)
+LINK_ADVICE = "All ranks wait for it. Look at the network of these two ranks' machines."
+
 Key = TypeVar("Key", int, tuple[int, int])
 
 
@@ -86,16 +92,16 @@ class Stragglers:
     def saw(self, paces: Sequence[Pace], group: dist.ProcessGroup) -> None:
         """Compares all ranks, and their links if all ranks wait; all ranks call this at once."""
         slow = slow_ranks(paces)
-        for rank in self.ranks.saw(slow):
-            warn_once(StragglerWarning, _rank_warning(rank, paces[rank].work_s, slow[rank]))
+        if named := [_slow_rank(r, paces[r].work_s, slow[r]) for r in self.ranks.saw(slow)]:
+            warn_once(StragglerWarning, f"{'; '.join(named)}. {RANK_ADVICE}")
         self.trained_s += max(pace.total_s for pace in paces)
         waits = min(pace.waited_s / (pace.waited_s + pace.work_s) for pace in paces)
         if waits >= WAITING and self.trained_s >= SPARING * self.probe_s:
             probe = probe_links(group)
             self.trained_s, self.probe_s = 0.0, probe.seconds
             ratios = slow_links(probe)
-            for link in self.links.saw(ratios):
-                warn_once(StragglerWarning, _link_warning(link, probe.times[link], ratios[link]))
+            if named := [_slow_link(x, probe.times[x], ratios[x]) for x in self.links.saw(ratios)]:
+                warn_once(StragglerWarning, f"{'; '.join(named)}. {LINK_ADVICE}")
 
 
 def slow_ranks(paces: Sequence[Pace]) -> dict[int, float]:
@@ -121,20 +127,17 @@ def slow_links(probe: Probe) -> dict[tuple[int, int], float]:
     return {link: s / middle for link, s in times.items() if s >= SLOW * middle}
 
 
-def _rank_warning(rank: int, work_s: float, ratio: float) -> str:
+def _slow_rank(rank: int, work_s: float, ratio: float) -> str:
     return (
         f"rank {rank} is slow in its own work: {_ms(work_s)} of a step, {ratio:.2f} times the "
-        f"median of {_ms(work_s / ratio)}. Waits for other ranks are left out, so it computes or "
-        "reads data slowly. All ranks wait for it. model.rebalance() gives it fewer rows under "
-        "ddp and ZeRO."
+        f"median of {_ms(work_s / ratio)}"
     )
 
 
-def _link_warning(link: tuple[int, int], seconds: float, ratio: float) -> str:
+def _slow_link(link: tuple[int, int], seconds: float, ratio: float) -> str:
     return (
         f"the link from rank {link[0]} to rank {link[1]} is slow: {_ms(seconds)} for a probe, "
-        f"{ratio:.2f} times the median of {_ms(seconds / ratio)}. All ranks wait for it. Look at "
-        "the network of these two ranks' machines."
+        f"{ratio:.2f} times the median of {_ms(seconds / ratio)}"
     )
 
 
