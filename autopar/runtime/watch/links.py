@@ -56,7 +56,8 @@ def _fastest(step: int, group: dist.ProcessGroup) -> float:
         begin = perf_counter()
         receive = dist.irecv(received, group=group, group_src=(rank - step) % size)
         send = dist.isend(sent, group=group, group_dst=(rank + step) % size)
-        assert receive is not None and send is not None  # this rank is in the group
+        assert receive is not None  # this rank is in the group
+        assert send is not None
         receive.wait()
         found.append(perf_counter() - begin)
         send.wait()
