@@ -33,6 +33,7 @@ class Setting:
         every: optimizer steps between rounds.
         warm_up: steps over which the learning rate rises, before a cosine; None is constant.
         averages_adam: whether rounds average the moments of Adam too.
+        kept: part of its change that a group keeps until a late average arrives; 1 in autopar.
     """
 
     steps: int = 240
@@ -83,25 +84,24 @@ class Replicas:
             own = model(own_x, own_y)
             own.backward()
             loss += own.item() / count
-        warm = self.outer is not None and self.steps <= self.outer.warm_up
-        if warm:
+        if self.outer is not None and self.steps <= self.outer.warm_up:
             self._average([[p.grad for p in m.parameters()] for m in self.models])
         for adam in self.adams:
             for group in adam.param_groups:
                 group["lr"] = self.setting.lr_at(self.steps)
             adam.step()
             adam.zero_grad()
-        if self.outer is not None and not warm:
-            self._have_round()
+        self._have_round()
         return loss
 
     def _have_round(self) -> None:
-        assert self.outer is not None
+        if self.outer is None:
+            return
         apart = self.steps - self.outer.warm_up
-        if apart % self.setting.every:
+        if apart < 0 or apart % self.setting.every:
             return
         with torch.no_grad():
-            exchange(self.blocks, self.outer, self.setting.kept)
+            exchange(self.blocks, self.outer, self.setting.kept, plain=not apart)
         if self.setting.averages_adam:
             moments = [
                 [v for state in adam.state.values() for v in state.values() if v.dim()]
@@ -126,17 +126,17 @@ class Replicas:
         return made
 
 
-def exchange(blocks: Sequence[Block], outer: Outer, kept: float) -> None:
+def exchange(blocks: Sequence[Block], outer: Outer, kept: float, *, plain: bool) -> None:
     """Have a round of all groups, as `Block.average` has it on ranks."""
     changes = [block._changes() for block in blocks]
     mean = {name: sum(each[name] for each in changes) / len(changes) for name in changes[0]}
     for block, own in zip(blocks, changes, strict=True):
-        if outer.late:
+        if outer.late and not plain:
             block._step(block._landed)
             block.sent, block._landed = {n: kept * own[n] for n in own}, mean
             block._set(block.sent)
         else:
-            block._step(mean)
+            block._step(mean, plain=plain)
             block._set({})
 
 

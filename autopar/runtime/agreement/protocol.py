@@ -65,7 +65,7 @@ _hook_tables = [attrgetter(name) for name in HOOK_TABLES]
 
 
 class Told(NamedTuple):
-    """What a rank tells the others at a call, beside values to compare.
+    """Told by a rank to the others at a call, beside values to compare.
 
     Attributes:
         trained: whether each parameter of its stages is trained, by name.

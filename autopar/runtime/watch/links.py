@@ -23,7 +23,7 @@ class Probe:
     Attributes:
         times: seconds of a transfer, by the ranks that send and receive.
         hosts: name of each rank's machine.
-        seconds: duration of the probe on the slowest rank.
+        seconds: duration of the probe in seconds, on the slowest rank.
     """
 
     times: dict[tuple[int, int], float]
