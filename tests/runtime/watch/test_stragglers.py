@@ -52,6 +52,7 @@ def train(rank: int, world_size: int, *, slow: str) -> list[str]:
         replace.append((links.socket, "gethostname", lambda: f"machine {rank}"))
         if slow == "link":
             replace += [(collective_log, "_wait_tensor", wait_for_wire), (dist, "isend", send)]
+            replace.append((stragglers, "WAITING", 0.02))  # a busy machine adds to the work
         for where, name, value in replace:
             stack.enter_context(patch.object(where, name, value))
         stack.enter_context(warnings.catch_warnings())
