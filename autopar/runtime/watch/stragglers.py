@@ -16,6 +16,9 @@ from autopar.runtime.watch.links import Probe, probe_links
 SLOW = 1.2
 """Ratio to the median from which a rank or a link counts as slow."""
 
+MATTERS = 0.05
+"""Fraction of a step that a rank's work must exceed the median by."""
+
 WAITING = 0.2
 """Fraction of a step that every rank waits, from which links are worth a look."""
 
@@ -112,10 +115,11 @@ def slow_ranks(paces: Sequence[Pace]) -> dict[int, float]:
     found = {}
     for rank, pace in enumerate(paces):
         peers = [each for each in paces if each.stage == pace.stage]
-        by_step = pace.work_s / median_low(each.work_s for each in peers)
+        middle = median_low(each.work_s for each in peers)
         by_row = pace.work_s_per_row / median_low(each.work_s_per_row for each in peers)
-        if min(by_step, by_row) >= SLOW:
-            found[rank] = by_step
+        matters = pace.work_s - middle >= MATTERS * (pace.work_s + pace.waited_s)
+        if matters and min(pace.work_s / middle, by_row) >= SLOW:
+            found[rank] = pace.work_s / middle
     return found
 
 

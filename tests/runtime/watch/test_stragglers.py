@@ -94,6 +94,8 @@ def test_slow_ranks_have_more_work_by_the_step_and_by_the_row() -> None:
     assert slow_ranks(paces((1.5, 3, 0), (1.0, 2, 0), (1.0, 2, 0))) == {}  # has more rows
     assert slow_ranks(paces((1.0, 1, 0), (1.0, 4, 0), (1.0, 4, 0))) == {}  # was given fewer
     assert slow_ranks(paces((1.0, 2, 0), (2.0, 2, 1))) == {}  # another stage
+    waiting = [pace._replace(waited_s=20.0) for pace in paces((1.0, 2, 0), (1.5, 2, 0))]
+    assert slow_ranks(waiting) == {}  # hardly matters
 
 
 def test_links_between_machines_are_compared() -> None:
