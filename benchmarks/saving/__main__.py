@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # spawn does not find what is in __main__
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         arguments = free_port(), options, Path(name), theirs
