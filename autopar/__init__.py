@@ -23,6 +23,7 @@ from autopar.errors import (
     OutOfMemoryError,
     PassError,
     PlanError,
+    StragglerWarning,
     StrategyError,
     VerificationError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "PlanError",
     "Replicate",
     "Shard",
+    "StragglerWarning",
     "Strategy",
     "StrategyError",
     "Verification",

@@ -132,3 +132,7 @@ class MeasurementWarning(AutoparWarning):
 
 class CheckpointWarning(AutoparWarning):
     """A checkpoint is broken and skipped, or could not be written."""
+
+
+class StragglerWarning(AutoparWarning):
+    """A rank or a link is slower than the others for many steps, and all ranks wait for it."""

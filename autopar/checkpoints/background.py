@@ -7,9 +7,10 @@ messages never mix with those of training.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,21 +108,35 @@ class BackgroundWriter:
             process_group=self._group,
             no_dist=self._group is None,
         )
-        own = sums_of(begun, [f"__{rank()}_"])
-        if rank() == 0:
-            torch.save(values, begun / VALUES)
-            own |= sums_of(begun, [".metadata", VALUES, PLAN])
-        sums = self._gather(own)
+        sums = self._gather(partial(_sums, begun, values))
         if rank() == 0:
             self.folder.publish(step, sums)
             self.folder.prune(self.keep)
 
-    def _gather(self, own: dict[str, FileSum]) -> dict[str, FileSum]:
+    def _gather(self, sums: Callable[[], dict[str, FileSum]]) -> dict[str, FileSum]:
+        """Sums of all ranks' files; an error of one rank ends the write on all, at once."""
         if self._group is None:
-            return own
+            return sums()
+        own: tuple[dict[str, FileSum], str] = {}, ""
+        try:
+            own = sums(), ""
+        except Exception as error:
+            own = {}, _reason(error)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own, group=self._group)
-        return {name: value for part in parts for name, value in part.items()}
+        for number, (_, reason) in enumerate(parts):
+            if reason:
+                raise CheckpointError(f"rank {number}: {reason}")
+        return {name: value for part, _ in parts for name, value in part.items()}
+
+
+def _sums(begun: Path, values: Mapping[str, Any]) -> dict[str, FileSum]:
+    """Writes what rank 0 alone writes; sums of the files of this rank."""
+    own = sums_of(begun, [f"__{rank()}_"])
+    if rank() == 0:
+        torch.save(values, begun / VALUES)
+        own |= sums_of(begun, [".metadata", VALUES, PLAN])
+    return own
 
 
 def _reason(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from autopar.runtime.agreement.consensus import (
     is_multi_rank,
 )
 from autopar.runtime.module import DistributedModule
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds before the last checkpoint of a run is tried again."""
 
 
 class Checkpointer:
@@ -153,7 +157,7 @@ class Checkpointer:
             CheckpointWarning: a checkpoint could not be written; training goes on.
 
         Raises:
-            CheckpointError: the last checkpoint was not written.
+            CheckpointError: the last checkpoint was not written, for half a minute.
         """
         if not self._resumed:
             self.resume()
@@ -166,7 +170,7 @@ class Checkpointer:
                     self._step += 1
                     yield self._step, batch
                     if preemption.is_last(self._step):
-                        self.save(wait=True)
+                        self._save_last()
                         raise SystemExit(preemption.exit_status())
                     if self.every and self._step % self.every == 0:
                         self._save_beside()
@@ -175,9 +179,7 @@ class Checkpointer:
                 if was_empty and self._step == before:
                     raise BatchError("the loader gives no batches: give one with more rows")
                 was_empty = self._step == before
-        if self._saved_step != self._step:
-            self._save_beside()
-        self._writer.finish()
+        self._save_last()
 
     def _is_over(self, total: int | None, last_epoch: int | None) -> bool:
         done = total is not None and self._step >= total
@@ -190,6 +192,20 @@ class Checkpointer:
                 save()
             except CheckpointError as error:
                 warn_once(CheckpointWarning, str(error))
+
+    def _save_last(self) -> None:
+        """Saves the step reached, again after pauses if there is no room for it."""
+        for pause_s in (0.0, *PAUSES_S):
+            time.sleep(pause_s)
+            try:
+                self._writer.finish()
+                if self._saved_step != self._step:
+                    self.save(wait=True)
+                return
+            except CheckpointError as error:
+                self._saved_step, failure = 0, error
+                warn_once(CheckpointWarning, f"{error} It is tried again.")
+        raise failure
 
 
 def _faults(folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
-from autopar.runtime.agreement.protocol import call_entries
+from autopar.runtime.agreement.protocol import Told, call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
@@ -119,8 +119,7 @@ class DistributedModule(StatefulModule):
         assert self.plan is not None
         self.plan = self._context.plan = replace(self.plan, row_shares=shares)
         self._context.options = replace(self._options, row_shares=shares)
-        self._watch.steps.clear()
-        self._watch.start = None
+        self._watch.restart()
 
     @property
     def ranks_of_rows(self) -> list[int]:
@@ -189,13 +188,14 @@ class DistributedModule(StatefulModule):
         32 steps. A figure that is unknown is left out: docs/metrics.md lists them all.
         """
         predicted = None if self.plan is None else self.plan.prediction
-        sees_waits = self._context.device.type == "cpu" and self._options.backend == "eager"
-        return self._watch.metrics(
-            predicted,
-            self._context.device,
-            self._options.ranks,
-            sees_waits=sees_waits and not self._fallback,
-        )
+        ranks, device = self._options.ranks, self._context.device
+        return self._watch.metrics(predicted, device, ranks, sees_waits=self._sees_waits)
+
+    @property
+    def _sees_waits(self) -> bool:
+        """Whether the log has all waits for other ranks."""
+        on_host = self._context.device.type == "cpu" and self._options.backend == "eager"
+        return on_host and not self._fallback
 
     # Calls.
 
@@ -283,7 +283,8 @@ class DistributedModule(StatefulModule):
             has_fallback=bool(self._fallback),
         )
         trained = self._context.trained_here if self._options.pp_size > 1 else {}
-        return self._protocol.agree_on_call(entries, self._replicas, trained)
+        pace = self._watch.pace(self._context.stage) if self._sees_waits else None
+        return self._protocol.agree_on_call(entries, self._replicas, Told(trained, pace))
 
     def _check_steps_apart(self, steps: OptimizerSteps) -> None:
         """Raises StrategyError if an optimizer steps parameters together that stages divide."""

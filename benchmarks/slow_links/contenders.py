@@ -12,6 +12,7 @@ DDP = {"ddp": None, "ddp, bf16 hook": "bf16"}
 LOCAL: Mapping[str, Outer] = {
     "local sgd": Outer(),
     "post-local sgd": Outer(warm_up=40),
+    "diloco, warm-up": Outer(lr=0.7, momentum=0.6, warm_up=60),
     "diloco": Outer(lr=0.7, momentum=0.5),
     "diloco, int8": Outer(lr=0.7, momentum=0.5, compress="int8"),
     "diloco, 4 blocks": Outer(lr=0.7, momentum=0.5, blocks=4),

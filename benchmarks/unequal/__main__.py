@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # spawn does not find what is in __main__
     ours, theirs = context.Pipe()
     port, cores = free_port(), sorted(os.sched_getaffinity(0))
     neighbour = context.Process(target=burn, args=(cores[1],), daemon=True)

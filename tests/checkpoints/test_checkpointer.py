@@ -4,9 +4,12 @@ import errno
 import os
 import resource
 import signal
+import time
+import warnings
 from concurrent import futures
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.checkpoints import background
 from autopar.checkpoints.folder import CheckpointFolder
 from tests.harness.models import MODELS
 from tests.harness.training import ADAMW, close, fixed, shared_captures, whole_state
@@ -194,6 +198,33 @@ def test_training_goes_on_when_a_save_cannot_begin(tmp_path: Path) -> None:
     (tmp_path / "step-9.partial").mkdir()  # of a run that was killed
     assert run(no_room_to_begin, 2, folder=str(tmp_path)) == [[1, 2, 3, 4]] * 2
     assert os.listdir(tmp_path) == ["step-4"]
+
+
+def no_room_at_the_end(rank: int, world_size: int, folder: str) -> float:
+    """Rank 0 alone cannot write the last checkpoint at first; returns seconds of the loop."""
+    model, optimizer, _ = make(fixed(0))
+    checkpointer = autopar.Checkpointer(folder, model, optimizer, every=2)
+    sums, tries, begin = background._sums, [], time.monotonic()
+
+    def failing(begun: Path, values: Any) -> Any:
+        if rank == 0 and begun.name == "step-4.partial" and len(tries) < 2:
+            tries.append(begun)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return sums(begun, values)
+
+    with patch.object(background, "_sums", failing), warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopar.CheckpointWarning)
+        for _, (x, y) in checkpointer.steps(loader(), total=4):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return time.monotonic() - begin
+
+
+@pytest.mark.slow
+def test_the_last_save_is_tried_again(tmp_path: Path) -> None:
+    assert max(run(no_room_at_the_end, 2, folder=str(tmp_path))) < 60.0  # of a timeout of 120
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4"]
 
 
 def told_to_stop(rank: int, world_size: int, folder: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,12 @@ from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
 from autopar.common.world import rank
 from autopar.errors import AutoparError, BatchError
-from autopar.runtime.agreement.channel import Channel, Exchanged, channel
+from autopar.runtime.agreement.channel import (
+    Channel,
+    Exchanged,
+    channel,
+    explaining_failed_wait,
+)
 from autopar.runtime.agreement.found_inf import agree_on_overflows
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.record import Entry
@@ -31,6 +36,7 @@ from autopar.runtime.batch_checks import (
     is_on_host,
 )
 from autopar.runtime.parameters.distribute import HOOK_TABLES
+from autopar.runtime.watch.stragglers import Pace, Stragglers
 
 if TYPE_CHECKING:
     from autopar.runtime.context import ExecutionContext
@@ -58,6 +64,18 @@ _grad, _training = attrgetter("grad"), attrgetter("training")
 _hook_tables = [attrgetter(name) for name in HOOK_TABLES]
 
 
+class Told(NamedTuple):
+    """Told by a rank to the others at a call, beside values to compare.
+
+    Attributes:
+        trained: whether each parameter of its stages is trained, by name.
+        pace: its last steps, None at most calls.
+    """
+
+    trained: Mapping[str, bool]
+    pace: Pace | None
+
+
 @dataclass
 class Protocol:
     """Exchanges of a module with the other ranks.
@@ -77,6 +95,7 @@ class Protocol:
     _late_hashes: LateNumbers | None = None
     _late_samples: PendingSamples | None = None
     optimizer_steps: OptimizerSteps = field(default_factory=OptimizerSteps)
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     @staticmethod
     def of(model: nn.Module) -> Protocol | None:
@@ -110,12 +129,10 @@ class Protocol:
         late, self._late_hashes = self._late_hashes, device_hashes(leaves)
         return host_hash(leaves), "" if late is None else str(late.read())
 
-    def agree_on_call(
-        self, entries: Sequence[Entry], replicas: Replicas, trained: Mapping[str, bool]
-    ) -> int:
+    def agree_on_call(self, entries: Sequence[Entry], replicas: Replicas, told: Told) -> int:
         """Starts the exchange about a call and some of its replicas; returns its number, from 1.
 
-        Ranks send which parameters are `trained` when that changes.
+        Ranks send what they tell if parameters are frozen or unfrozen, or with a pace.
 
         Raises:
             DisagreementError: the ranks make different calls, or their replicas differ.
@@ -128,17 +145,22 @@ class Protocol:
         elif fresh is not None:
             pending = fresh
         own = [] if pending is None else pending.read()
-        is_changed, self._sent_trained = trained != self._sent_trained, trained
+        is_changed, self._sent_trained = told.trained != self._sent_trained, told.trained
 
         def compare(exchanged: Exchanged) -> None:
             check_samples(exchanged.samples, own)
-            for payload in filter(None, exchanged.payloads):
-                self.trained_elsewhere |= pickle.loads(payload)
+            told_by_ranks = [pickle.loads(each) for each in exchanged.payloads if each]
+            for trained, _ in told_by_ranks:
+                self.trained_elsewhere |= trained
+            paces = [pace for _, pace in told_by_ranks if pace is not None]
+            if len(paces) == self.channel.size:
+                with explaining_failed_wait():
+                    self.stragglers.saw(paces, self.channel.group)
 
         self.channel.start_exchange(
             f"calls {self.name}",
             entries,
-            payload=pickle.dumps(trained) if is_changed else b"",
+            payload=pickle.dumps(told) if is_changed or told.pace else b"",
             samples=[number for sample in own for number in sample.numbers],
             then=compare,
         )

@@ -13,9 +13,11 @@ from torch import distributed as dist
 from autopar.passes.compression.codecs import Int8
 from autopar.plan.outer import Outer
 from autopar.runtime.process_groups import explaining_comm_errors
+from autopar.runtime.watch.collective_log import LOG
 
 NARROW = {"bf16": torch.bfloat16}
 INT8_BLOCK = 256
+ROUND = "the average of groups"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class InFlight:
 
     def wait(self) -> list[Tensor]:
         """The averages, as new tensors."""
-        with explaining_comm_errors("the average of groups"):
+        with explaining_comm_errors(ROUND), LOG.waiting(ROUND):
             for work in self.works:
                 work.wait()
         found: dict[int, Tensor] = {}
@@ -56,7 +58,7 @@ def start_average(
     neighbours = {(rank - 1) % size, (rank + 1) % size}
     scale = 1 / (1 + len(neighbours)) if outer.over == "ring" else 1.0
     flight = InFlight(tensors, scale=scale)
-    with explaining_comm_errors("the average of groups"):
+    with explaining_comm_errors(ROUND), LOG.waiting(ROUND):
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             flat = torch.cat([t.detach().flatten() for t in tensors if t.dtype == dtype])
             if outer.over == "ring":

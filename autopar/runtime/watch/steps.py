@@ -14,6 +14,7 @@ import torch
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.plan.prediction import Prediction
 from autopar.runtime.watch.collective_log import LOG
+from autopar.runtime.watch.stragglers import Pace
 
 WINDOW = 32
 """Steps that the figures are medians of."""
@@ -45,17 +46,20 @@ class StepWatch:
         steps: the last `WINDOW` steps.
         start: time and seconds waited at the beginning of the step in progress, None outside.
         rows: rows of the batch and of this rank, and tokens of the batch, in that step.
+        untold: number of steps since the last `pace`.
     """
 
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
     start: tuple[float, float] | None = None
     rows: tuple[int, int, float] = (0, 0, 0.0)
+    untold: int = 0
 
     def begin(self, *, trains: bool) -> None:
         """Begins a step; a call that does not train ends the one in progress uncounted."""
         now = perf_counter(), LOG.waited_s
         if trains and self.start is not None:
             self.steps.append(Step(now[0] - self.start[0], now[1] - self.start[1], *self.rows))
+            self.untold += 1
         self.start = now if trains else None
 
     def take(self, shard: BatchShard) -> None:
@@ -64,13 +68,22 @@ class StepWatch:
         tokens = next((_size(x) for x in shard.call.leaves if _is_tokens(x)), 0)
         self.rows = rows, shard.rows, tokens * rows / shard.rows
 
-    @property
-    def last_us(self) -> tuple[int, int]:
-        """Microseconds of own work and of waits in the last step; 0 before it."""
-        if not self.steps or self.start is None:
-            return 0, 0
-        last = self.steps[-1]
-        return round(1e6 * (last.seconds - last.waited_s)), round(1e6 * last.waited_s)
+    def restart(self) -> None:
+        """Forgets all steps."""
+        self.steps.clear()
+        self.start, self.untold = None, 0
+
+    def pace(self, stage: int) -> Pace | None:
+        """Medians to compare with those of other ranks, once in `WINDOW` steps."""
+        if self.untold < WINDOW:
+            return None
+        self.untold = 0
+        waited_s, total_s = (
+            median(s.waited_s for s in self.steps),
+            sum(s.seconds for s in self.steps),
+        )
+        work_s = median(s.seconds - s.waited_s for s in self.steps)
+        return Pace(work_s, self.seconds_per_row, waited_s, total_s, stage)
 
     @property
     def seconds_per_row(self) -> float:

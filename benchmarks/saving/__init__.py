@@ -1,0 +1,1 @@
+"""Time that training stands still for checkpoints."""
