@@ -125,7 +125,10 @@ class _ConfigSearch:
         base = self.setup.base
         if self.first is not None and self.fits(seed := self.evaluate(self.first)):
             return self.tune(seed) if self.setup.deadline() else seed
-        starts = self.affordable(self.starts())
+        below, starts = self.starts()
+        starts = self.affordable(starts)
+        if below is not None and self.fits(self.evaluate(starts[0])):
+            starts = [below, *starts]  # some blocks of each may be faster
         found = [self.evaluate(config) for config in starts]
         best = self.best(found)
         # without exposed communication: a bound for all buckets and schedules
@@ -163,8 +166,11 @@ class _ConfigSearch:
             raise TimeIsOver
         return best
 
-    def starts(self) -> list[CandidateConfig]:
-        """Configurations with uniform ZeRO stages that may fit; always the most sharded one."""
+    def starts(self) -> tuple[CandidateConfig | None, list[CandidateConfig]]:
+        """Configurations with uniform ZeRO stages that may fit; always the most sharded one.
+
+        The first result is the most sharded one that cannot fit, None if there is none.
+        """
         base, zero_stages = self.setup.base, [0]
         if self.strategy.zero is None and base.dp_size > 1:
             # stage 2 differs from 1 only where several micro-batches accumulate
@@ -173,7 +179,9 @@ class _ConfigSearch:
                 zero_stages.remove(0)  # without shards there is nothing to replicate
         configs = (default_config(self.strategy, self.blocks, stage) for stage in zero_stages)
         *lower, last = dict.fromkeys(configs)
-        return [*filter(self.may_fit, lower), last]
+        fitting = [*filter(self.may_fit, lower), last]
+        below = [config for config in lower if config not in fitting]
+        return (below[-1] if below else None), fitting
 
     def affordable(self, starts: Sequence[CandidateConfig]) -> list[CandidateConfig]:
         """The first configurations; stops after the deadline once one of them fits."""
