@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -21,7 +22,7 @@ from types import FrameType
 
 from torch import distributed as dist
 
-from autopar._torch import Store, default_store
+from autopar._torch import PrefixStore, Store, TCPStore, default_store
 from autopar.common.notices import is_inside
 from autopar.runtime.watch.collective_log import LOG, Wait
 
@@ -107,6 +108,8 @@ class Watcher(threading.Thread):
             if LOG.num_waits != seen:
                 seen, since = LOG.num_waits, time.monotonic()
             elif time.monotonic() - since >= IDLE_S:
+                if not _is_there(self._store):  # torch would log a call to a store that is gone
+                    return
                 try:
                     self._answer()
                 except RuntimeError:  # the store is gone, and the run with it
@@ -141,6 +144,19 @@ class Watcher(threading.Thread):
             self._store.set(f"{_QUESTIONS}/{self._next}/{self._rank}", here)
             self.answered = self._next, time.monotonic()
             self._next += 1
+
+
+def _is_there(store: Store) -> bool:
+    """Whether the rank that holds a store still serves it."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return True
+    try:
+        socket.create_connection((store.host, store.port), timeout=POLL_S).close()
+    except OSError:
+        return False
+    return True
 
 
 _WATCHER: Watcher | None = None
