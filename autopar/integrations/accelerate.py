@@ -20,7 +20,7 @@ from autopar.api import compile
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import StrategyError
 from autopar.integrations.loaders import whole_batches
-from autopar.integrations.optimizers import follow_parameters, load_optimizer_state
+from autopar.integrations.optimizers import follow_parameters, load_optimizer_state, model_of
 from autopar.integrations.rows import gather_results
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
@@ -184,25 +184,18 @@ class AutoparAccelerator(Accelerator):
 
     def optimizer_state(self, prepared: Any) -> dict[str, Any]:
         """The whole state of a prepared optimizer; all ranks call this at once."""
-        model = self._model_of(prepared.optimizer)
+        model = model_of(prepared.optimizer, self._models)
         if model is None:
             return prepared.optimizer.state_dict()
         return model.full_optimizer_state_dict(prepared.optimizer)
 
     def load_optimizer_state(self, prepared: Any, state: Mapping[str, Any]) -> None:
         """Loads a whole state, after the first call of a model that has no plan yet."""
-        model = self._model_of(prepared.optimizer)
+        model = model_of(prepared.optimizer, self._models)
         if model is None:
             prepared.optimizer.load_state_dict(state)
         else:
             load_optimizer_state(model, prepared.optimizer, state)
-
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> DistributedModule | None:
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        for model in self._models:
-            if isinstance(model, DistributedModule) and held & set(model.parameters()):
-                return model
-        return None
 
 
 def _check(accelerator: Accelerator) -> None:

@@ -103,3 +103,17 @@ def load_numbered_state(
     ]
     found = {names.get(key, key): value for key, value in state["state"].items()}
     load_optimizer_state(model, optimizer, {"state": found, "param_groups": groups})
+
+
+def model_of(
+    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+) -> DistributedModule | None:
+    """The compiled model whose parameters an optimizer holds; None without one.
+
+    On a pipeline stage without parameters the optimizer is empty, and the only compiled model's.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    compiled = [model for model in models if isinstance(model, DistributedModule)]
+    if not held and len(compiled) == 1:
+        return compiled[0]
+    return next((model for model in compiled if held & set(model.parameters())), None)

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import autopar
 from autopar.integrations.accelerate import AutoparAccelerator
+from autopar.integrations.optimizers import model_of
 from benchmarks.integrations.plans import run_plain, run_plans
 from benchmarks.integrations.record import forget_accelerator
 from benchmarks.integrations.task import collate, make_model, make_rows
@@ -67,6 +70,15 @@ def prepare_compiled(rank: int, ranks: int) -> str:
 def test_plain_accelerator_leaves_a_compiled_model_unwrapped() -> None:
     for message in worlds.run(prepare_compiled, 2):
         assert "Give autopar.compile precision='bf16'" in message
+
+
+def test_an_empty_optimizer_belongs_to_the_only_compiled_model() -> None:
+    """As on a pipeline stage without parameters, which saves and loads with the others."""
+    model, other = (autopar.compile(nn.Linear(2, 2), 1) for _ in range(2))
+    empty, own = torch.optim.SGD([{"params": []}]), torch.optim.SGD(model.parameters())
+    assert model_of(empty, [nn.Linear(2, 2), model]) is model
+    assert model_of(empty, [model, other]) is None
+    assert model_of(own, [other, model]) is model
 
 
 def test_accelerator_refuses_parts_of_batches() -> None:

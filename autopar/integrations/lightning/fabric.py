@@ -26,6 +26,7 @@ from autopar.integrations.optimizers import (
     Order,
     follow_parameters,
     load_numbered_state,
+    model_of,
     numbered_state,
     order_of,
 )
@@ -110,10 +111,8 @@ class AutoparFabricStrategy(DDPStrategy):
         return optimizer
 
     def _model_of(self, optimizer: Optimizer) -> DistributedModule:
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        for model in self._models:
-            if held & set(model.user_module.parameters()):
-                return model
+        if (model := model_of(optimizer, self._models)) is not None:
+            return model
         raise StrategyError(
             f"{type(optimizer).__name__} has no parameter of a model that Fabric has set up: call "
             "fabric.setup(model, optimizer), or make the optimizer after fabric.setup_module."
