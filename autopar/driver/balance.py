@@ -15,8 +15,8 @@ from autopar.runtime.module import why_not_balanced
 ROUNDS = 3
 """Measurements, in each of which the same ranks must be slower."""
 
-REPEATS = 8
-"""Products of a round; the fastest counts."""
+ROUND_S = 0.3
+"""Seconds of a round, many times longer than a scheduler lets a neighbour have the core."""
 
 WIDTH = {"cpu": 384, "cuda": 4096}
 """Width of the square matrices that are multiplied, by type of device."""
@@ -35,19 +35,19 @@ def balanced(plan: Plan, problem: PlanningProblem) -> Plan:
         return plan
     if (reason := why_not_balanced(plan)) is not None:
         raise reason
-    times = run_on_all_ranks(lambda: [fastest_product(problem.device) for _ in range(ROUNDS)])
+    times = run_on_all_ranks(lambda: [seconds_of_product(problem.device) for _ in range(ROUNDS)])
     return replace(plan, row_shares=shares_of(gather_objects(times)))
 
 
-def fastest_product(device: torch.device) -> float:
-    """Seconds of a matrix product, while all other ranks compute too."""
+def seconds_of_product(device: torch.device) -> float:
+    """Mean seconds of a matrix product, while all other ranks compute too."""
     width = WIDTH.get(device.type, WIDTH["cpu"])
-    a, found = torch.ones(width, width, device=device), []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
+    a, count = torch.ones(width, width, device=device), 0
+    begin = time.perf_counter()
+    while (passed := time.perf_counter() - begin) < ROUND_S:
         float((a @ a)[0, 0])  # waits for the device
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        count += 1
+    return passed / count
 
 
 def shares_of(times: list[list[float]]) -> tuple[float, ...]:
