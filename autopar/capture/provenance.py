@@ -19,6 +19,7 @@ from autopar.capture.channels_last import channels_last_dims, in_channels_last
 from autopar.capture.traceable import traceable
 from autopar.capture.values.constant_values import ConstantValues
 from autopar.capture.values.known_values import KnownValues
+from autopar.capture.values.pure_calls import tensors_in
 from autopar.capture.values.real_tensors import RealTensors, explaining_writes
 from autopar.ir.graph import ParameterInfo
 
@@ -73,13 +74,13 @@ class Annotate(TorchFunctionMode):
             return found[0]
         if (found := self.constants.read(func, args, kwargs)) is not None:
             return found[0]
-        self.real.meet((args, kwargs))
+        self.real.meet(given := tensors_in((args, kwargs)))
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
         form = traceable(func) if args else func  # a form's first parameter has another name
         with explaining_writes():
             result = form(*args, **kwargs)
-        self.constants.follow(func, args, kwargs, result)
+        self.constants.follow(func, args, kwargs, given, result)
         return result
 
 

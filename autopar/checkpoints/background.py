@@ -117,7 +117,6 @@ class BackgroundWriter:
         """Sums of all ranks' files; an error of one rank ends the write on all, at once."""
         if self._group is None:
             return sums()
-        own: tuple[dict[str, FileSum], str] = {}, ""
         try:
             own = sums(), ""
         except Exception as error:

@@ -23,13 +23,25 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
-    if actual.is_complex():
-        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
-    one, two = actual.detach().double(), expected.detach().double()
-    same = (one == two) | (one.isnan() & two.isnan())
-    difference = torch.where(same, 0.0, one - two).norm().item()
+    difference = differences(actual, expected).norm().item()
     if difference == 0.0:
         return 0.0
+    two = _numbers(expected)
     scale = torch.where(two.isfinite(), two, 0.0).norm().item()
     error = difference / scale if scale else difference
     return error if error == error else float("inf")
+
+
+def differences(actual: Tensor, expected: Tensor) -> Tensor:
+    """Differences of two tensors of one shape, in float64; 0 where both are not a number.
+
+    A complex number counts as two.
+    """
+    one, two = _numbers(actual), _numbers(expected)
+    equal = (one == two) | (one.isnan() & two.isnan())
+    return torch.where(equal, 0.0, one - two)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return parts.detach().double()

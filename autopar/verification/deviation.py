@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.common.tolerances import differences
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 
 KINDS = ("loss", "gradient", "parameter", "buffer")
@@ -177,9 +178,7 @@ def _order(deviation: Deviation) -> tuple[int, int, float]:
 def _difference(actual: Tensor, expected: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:
     if actual.shape != expected.shape:
         return math.inf, ()
-    actual, expected = actual.detach().double(), expected.detach().double()
-    equal = (actual == expected) | (actual.isnan() & expected.isnan())
-    difference = torch.where(equal, 0.0, actual - expected).abs()
+    difference = differences(actual, expected).abs()
     worst = difference.max().item() if difference.numel() else 0.0
     if worst == 0.0:
         return 0.0, ()

@@ -41,7 +41,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies on storage: the value of `Strategy.offload`, and states of the optimizer."""
+    """Contents of the storage: the value of `Strategy.offload`, and states of the optimizer."""
 
     strategy: str = "none"
     states: bool = False

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from tests.harness.reference import (
     batches,
     reference,
     relative_error,
+    snapshot,
     train_steps,
     worst_error,
     worst_loss,
@@ -178,3 +179,15 @@ def assert_same_training(got: Reference, want: Reference, tolerance: float, what
     assert loss <= tolerance, f"{what}: losses differ by {loss:.1e}"
     state, name = worst_error(got.state, want.state)
     assert state <= tolerance, f"{what}: {name} differs by {state:.1e}"
+
+
+def assert_same_bits(
+    train: Callable[[autopar.Strategy], tuple[Any, nn.Module]], *strategies: autopar.Strategy
+) -> None:
+    """Training under two strategies gives equal losses and states, bit for bit."""
+    results = []
+    for strategy in strategies:
+        torch.manual_seed(5)
+        losses, model = train(strategy)
+        results.append((losses, snapshot(model.state_dict())))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

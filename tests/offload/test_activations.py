@@ -23,7 +23,7 @@ from autopar.passes.memory.offload_activations import OffloadActivations
 from benchmarks.memoize import memoized_capture
 from tests.harness.models import MODELS
 from tests.harness.reference import batches, reference, snapshot, train_steps, worst_error
-from tests.harness.training import ADAMW, fixed
+from tests.harness.training import ADAMW, assert_same_bits, fixed
 from tests.harness.worlds import run
 
 ROWS, STEPS = 8, 3
@@ -83,12 +83,7 @@ def test_the_plain_models_numbers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "conv"])
 def test_bit_for_bit_on_one_rank(name: str, tmp_path: Path) -> None:
-    results = []
-    for strategy in (fixed(0), away(tmp_path)):
-        torch.manual_seed(5)
-        losses, model = trained(name, strategy)
-        results.append((losses, snapshot(model.state_dict())))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_same_bits(partial(trained, name), fixed(0), away(tmp_path))
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 

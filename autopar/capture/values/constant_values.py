@@ -6,7 +6,7 @@ each beside its traced tensor. It notes how, since a value that was read may dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,10 +110,10 @@ class ConstantValues:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
         result: Any,
     ) -> None:
-        """Computes the values of a traced result, if it is a constant."""
-        given = tensors_in((args, kwargs))
+        """Computes the values of the traced result of a function of `given` tensors."""
         if func is _SET_DATA:  # changes no version
             self._constants.pop(id(args[0]), None)
         known = self._all_known(given) if given else func in _FACTORIES
@@ -142,7 +142,7 @@ class ConstantValues:
             if constant.value.untyped_storage().data_ptr() == place:
                 del self._constants[key]
 
-    def _all_known(self, given: list[Tensor]) -> bool:
+    def _all_known(self, given: Sequence[Tensor]) -> bool:
         """Whether all tensors are constants that nothing has written since."""
         found = [self._constants.get(id(tensor)) for tensor in given]
         return bool(found) and all(x is not None and x.version == x.traced._version for x in found)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from autopar._torch import (
     is_transformed,
     without_modes,
 )
-from autopar.capture.values.pure_calls import tensors_in
 from autopar.errors import CaptureError
 
 _REFUSAL = "mutating a non-functional tensor"
@@ -32,9 +30,9 @@ class RealTensors:
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
-    def meet(self, arguments: Any) -> None:
-        """Copies the real tensors among a function's arguments, before it runs."""
-        for x in tensors_in(arguments):
+    def meet(self, given: Iterable[Tensor]) -> None:
+        """Copies the real ones among a function's tensors, before it runs."""
+        for x in given:
             if id(x) not in self._copies and _is_real(x):
                 with without_modes(), torch.no_grad():
                     self._copies[id(x)] = x, x._version, x.detach().clone()

@@ -68,7 +68,7 @@ class Lasting(Generic[Key]):
     named: set[Key] = field(default_factory=set)
 
     def saw(self, slow: Iterable[Key]) -> list[Key]:
-        """Those to name now: slow for long enough, and not named before."""
+        """Ranks or links to name now: slow for long enough, and not named before."""
         self.counts = {key: self.counts.get(key, 0) + 1 for key in slow}
         lasting = {key for key, count in self.counts.items() if count >= LASTING}
         new = sorted(lasting - self.named)
