@@ -22,7 +22,10 @@ GPUS = (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
 def compiled_on_a_gpu_host(rank: int, world_size: int) -> Any:
-    with mock.patch("torch.cuda.is_available", return_value=True):
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.accelerator.is_available", return_value=False),  # asked by optimizers
+    ):
         model = autopar.compile(nn.Linear(2, 2), strategy="ddp", timeout_s=33)
         x = torch.ones(2, 2)
         model(x).sum().backward()

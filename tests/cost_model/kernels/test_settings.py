@@ -47,7 +47,7 @@ def test_entries_of_a_cpu_at_its_defaults_keep_their_key(tmp_path, monkeypatch):
         (torch.backends.cuda, "flash_sdp_enabled", lambda: False),
         (torch.backends.cuda, "cudnn_sdp_enabled", lambda: False),
         (cudnn, "version", lambda: 91002),
-        (torch.version, "cuda", "13.0"),
+        (torch.version, "cuda", "99.0"),
         ("properties", "clock_rate", 1_200_000),
         ("properties", "multi_processor_count", 16),
         ("gpu", "name", "NVIDIA H200"),
