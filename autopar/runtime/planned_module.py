@@ -323,8 +323,11 @@ class PlannedModule(nn.Module):
                 memo[id(parameter)] = parameter_like(parameter, in_layout_of(parameter, part))
         for name, value in self.__dict__.items():
             if name not in ("_context", "_executor", "_protocol", "_deferred", "_watch"):
-                is_shared = name in SHARED_BY_COPIES
-                made.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
+                if name.endswith("_hooks"):  # one may be a method of a whole training loop
+                    made.__dict__[name] = value.copy()
+                else:
+                    is_shared = name in SHARED_BY_COPIES
+                    made.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
         context, protocol, model = self._context, self._protocol, made._wrapped[0]
         made._context = replace(
             context,

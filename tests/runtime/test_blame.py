@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,23 @@ def test_pickle_is_refused_and_copies_are_made(called: bool) -> None:
     assert torch.equal(shared(X), own(X))
     assert shared.get_parameter("layer.weight") is model.get_parameter("layer.weight")
     assert own.get_parameter("layer.weight") is not model.get_parameter("layer.weight")
+
+
+class Loop:
+    """Holds an open file, as a progress bar does, and reads results."""
+
+    def __init__(self, path: Path) -> None:
+        self.log = path.open("w")
+        self.seen = 0
+
+    def read(self, model: nn.Module, args: Any, result: Tensor) -> None:
+        self.seen += 1
+
+
+def test_copies_call_hooks_of_the_same_loop(tmp_path: Path) -> None:
+    model, loop = autopar.compile(Faulty(), strategy=fixed(0)), Loop(tmp_path / "log")
+    handle = model.register_forward_hook(loop.read)
+    own = copy.deepcopy(model)
+    handle.remove()
+    model(X), own(X)
+    assert loop.seen == 1
