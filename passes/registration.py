@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from dataclasses import is_dataclass
 from typing import NamedTuple
 
 from torch.utils.hooks import RemovableHandle
@@ -28,8 +29,8 @@ _registered: OrderedDict[int, _Registration] = OrderedDict()
 def register_pass(item: Pass, *, before: str = "", after: str = "") -> RemovableHandle:
     """Adds a pass to every pipeline that is built from now on, for planning and for training.
 
-    Call it before `autopar.compile`, with equal passes in the same order on every rank. Pipelines
-    without the named neighbour leave the pass out. A pass that is registered twice runs twice.
+    Call it before `autopar.compile`, with equal passes in the same order on every rank. A plan that
+    does not run the named neighbour leaves the pass out. A pass registered twice runs twice.
 
     Args:
         item: the pass.
@@ -40,10 +41,16 @@ def register_pass(item: Pass, *, before: str = "", after: str = "") -> Removable
         A handle; `handle.remove()` removes the pass again.
 
     Raises:
-        StrategyError: `item` is not a Pass, a neighbour is unknown, or both are given.
+        StrategyError: `item` is not a Pass or no frozen dataclass, a neighbour is unknown, or both
+            are given.
     """
     if not isinstance(item, Pass):
         raise StrategyError(f"item={item!r}: give an instance of a subclass of Pass")
+    kind = type(item)
+    if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):
+        raise StrategyError(
+            f"{kind.__name__} is no frozen dataclass: write @dataclass(frozen=True) above it"
+        )
     if before and after:
         raise StrategyError(f"before={before!r}, after={after!r}: give one of them")
     neighbour = before or after

@@ -299,12 +299,12 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         where, reason = user_frame(error), first_line(error)
+        advice = "Express it with tensor operations (torch.where, masks)."
         if isinstance(error, _torch.DataDependentOutputException):
-            reason = f"Python needs the value of a tensor ({reason}); static= of autopar.compile "
-            reason += "gives it those of keyword arguments such as sizes of images"
+            reason = f"Python needs the value of a tensor ({reason})"
+            advice += " For values of an integer argument, name it in static= of autopar.compile."
         elif isinstance(error, _torch.DynamicOutputShapeException):
             reason = f"the shape of a result depends on values ({reason})"
         raise CaptureError(
-            f"cannot capture {type(model).__name__}{where}: {reason}. Express it with tensor "
-            "operations (torch.where, masks)."
+            f"cannot capture {type(model).__name__}{where}: {reason}. {advice}"
         ) from error

@@ -91,7 +91,22 @@ def test_a_pass_returns_a_pass_result() -> None:
         apply_pass(Careless(), two_layers().graph(0))
 
 
+class Undecorated(Pass):
+    """No dataclass."""
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        return PassResult(graph)
+
+
+@dataclass
+class Mutable(Undecorated):
+    """A dataclass whose options can change."""
+
+
 def test_what_cannot_be_registered() -> None:
+    for item in (Undecorated(), Mutable()):
+        with pytest.raises(StrategyError, match=f"{type(item).__name__} is no frozen dataclass"):
+            register_pass(item)
     with pytest.raises(StrategyError, match="give an instance of a subclass of Pass"):
         register_pass(CountNodes)  # type: ignore[arg-type]
     with pytest.raises(StrategyError, match="no pass is called 'overlap': choose from accumulate"):
