@@ -1,30 +1,32 @@
 """`BackgroundWriter`: checkpoints written to disk by a thread, from a copy in host memory.
 
-Training waits for the copy alone. Ranks talk over a process group of the writer's own, so their
-messages never mix with those of training.
+Training waits for the copy alone. The thread creates the folder, plans, writes and publishes.
+It has a process group of its own, so its messages never mix with those of training.
 """
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.checkpoints.folder import CheckpointFolder, FileSum, sums_of
+from autopar.checkpoints.host_copy import HostCopy
 from autopar.common.groups import gloo_group
 from autopar.common.world import rank
 from autopar.errors import CheckpointError
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import broadcast_from_rank0, gather_objects, is_multi_rank
+from autopar.runtime.agreement.consensus import is_multi_rank
 
 VALUES = "training.pt"
 """File of the step, schedules, random states and places in the data, written by rank 0."""
@@ -33,6 +35,29 @@ PLAN = "plan.json"
 
 # torch says so at every save of a single process, which is nothing to mend.
 warnings.filterwarnings("ignore", r"torch\.distributed is disabled, unavailable or uninitialized")
+
+
+T = TypeVar("T")
+
+
+class _Failed(Exception):
+    """The error of one rank, raised on all."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """State of one moment.
+
+    Attributes:
+        tensors: copies in host memory.
+        values: plain values of all ranks, pickled.
+        own_values: those of this rank, pickled.
+    """
+
+    tensors: dict[str, Any]
+    values: bytes
+    own_values: bytes
+    plan: Plan | None
 
 
 class BackgroundWriter:
@@ -46,39 +71,29 @@ class BackgroundWriter:
     def __init__(self, folder: CheckpointFolder, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(),
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=torch.cuda.is_available(),
-            )
-        )
+        self._copy = HostCopy()
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[None] | None = None
 
     def start(
-        self, step: int, tensors: Mapping[str, Any], values: Mapping[str, Any], plan: Plan | None
+        self,
+        step: int,
+        tensors: Mapping[str, Any],
+        values: tuple[Mapping[str, Any], Mapping[str, Any]],
+        plan: Plan | None,
     ) -> None:
-        """Copies the state and begins to write it; `finish` must have run before."""
+        """Copies the state and begins to write it; `finish` must have run before.
+
+        `values` are plain values of all ranks, and this rank's own.
+        """
         if is_multi_rank() and self._group is None:
             world = dist.group.WORLD
             assert world is not None
             self._group = gloo_group(world, use="checkpoints")
-        broadcast_from_rank0(partial(self._begin, step, plan))
-        staged = self._stager.stage(dict(tensors))
-        assert isinstance(staged, dict)
-        self._writing = self._thread.submit(self._write, step, staged, dict(values))
-
-    def _begin(self, step: int, plan: Plan | None) -> None:
-        try:
-            begun = self.folder.begin(step)
-            if plan is not None:
-                plan.save(begun / PLAN)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.folder.path} cannot be written: {error.strerror}"
-            ) from error
+        copied = Copied(
+            self._copy.take(tensors), pickle.dumps(values[0]), pickle.dumps(values[1]), plan
+        )
+        self._writing = self._thread.submit(self._write, step, copied)
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written.
@@ -87,46 +102,58 @@ class BackgroundWriter:
             CheckpointError: it could not be written, the same on every rank.
         """
         writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        error = writing.exception()
-        own = "" if error is None else _reason(error)
-        reasons = gather_objects(own) if is_multi_rank() else [own]
-        failed = [(number, text) for number, text in enumerate(reasons) if text]
-        if failed:
-            number, text = failed[0]
+        error = None if writing is None else writing.exception()
+        if error is not None:
             raise CheckpointError(
-                f"a checkpoint was not written to {self.folder.path}: rank {number}: {text}. "
+                f"a checkpoint was not written to {self.folder.path}: {_reason(error)}. "
                 "Earlier checkpoints are whole. Free space or give another folder."
             ) from error
 
-    def _write(self, step: int, staged: dict[str, Any], values: dict[str, Any]) -> None:
+    def _write(self, step: int, copied: Copied) -> None:
+        own = self._together(partial(self._begin, step, copied))
+        values = {**pickle.loads(copied.values), "ranks": [pickle.loads(each) for each in own]}
+        sums = self._together(partial(self._save, step, copied, values))
+        self._together(
+            partial(self._publish, step, {k: v for part in sums for k, v in part.items()})
+        )
+
+    def _begin(self, step: int, copied: Copied) -> bytes:
+        if rank() == 0:
+            begun = self.folder.begin(step)
+            if copied.plan is not None:
+                copied.plan.save(begun / PLAN)
+        return copied.own_values
+
+    def _save(self, step: int, copied: Copied, values: Mapping[str, Any]) -> dict[str, FileSum]:
         begun = self.folder.partial_of(step)
         save(
-            staged,
+            copied.tensors,
             storage_writer=FileSystemWriter(begun),
             process_group=self._group,
             no_dist=self._group is None,
         )
-        sums = self._gather(partial(_sums, begun, values))
+        return _sums(begun, values)
+
+    def _publish(self, step: int, sums: Mapping[str, FileSum]) -> None:
         if rank() == 0:
             self.folder.publish(step, sums)
             self.folder.prune(self.keep)
 
-    def _gather(self, sums: Callable[[], dict[str, FileSum]]) -> dict[str, FileSum]:
-        """Sums of all ranks' files; an error of one rank ends the write on all, at once."""
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Results of the same work on all ranks; an error of one ends the write on all, at once."""
         if self._group is None:
-            return sums()
+            return [work()]
+        own: tuple[Any, str] = None, ""
         try:
-            own = sums(), ""
+            own = work(), ""
         except Exception as error:
-            own = {}, _reason(error)
+            own = None, _reason(error)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own, group=self._group)
         for number, (_, reason) in enumerate(parts):
             if reason:
-                raise CheckpointError(f"rank {number}: {reason}")
-        return {name: value for part, _ in parts for name, value in part.items()}
+                raise _Failed(f"rank {number}: {reason}")
+        return [result for result, _ in parts]
 
 
 def _sums(begun: Path, values: Mapping[str, Any]) -> dict[str, FileSum]:
@@ -140,6 +167,8 @@ def _sums(begun: Path, values: Mapping[str, Any]) -> dict[str, FileSum]:
 
 def _reason(error: BaseException) -> str:
     """The first cause of a failed write, in one line."""
+    if isinstance(error, _Failed):
+        return str(error)
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

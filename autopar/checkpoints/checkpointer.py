@@ -119,7 +119,8 @@ class Checkpointer:
     def save(self, step: int | None = None, *, wait: bool = False) -> None:
         """Begins a checkpoint after `step`; `wait` returns when it is on disk.
 
-        All ranks call it. The state may change as soon as it returns.
+        All ranks call it. The state may change as soon as it returns. The first call takes longer,
+        for it allocates memory for the copy.
 
         Raises:
             CheckpointError: this checkpoint (with `wait`), or the one before, was not written.
@@ -127,7 +128,8 @@ class Checkpointer:
         self._writer.finish()
         self._step = self._step if step is None else step
         plan = getattr(self._state.model, "plan", None)
-        self._writer.start(self._step, self._state.tensors(), self._state.values(self._step), plan)
+        values = self._state.values(self._step), self._state.own_values()
+        self._writer.start(self._step, self._state.tensors(), values, plan)
         self._saved_step = self._step
         if wait:
             self._writer.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -16,18 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from autopar.checkpoints.named_state import OPTIONS, NamedState, States
 from autopar.checkpoints.position import DataPosition
 from autopar.checkpoints.random_state import RandomState
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
 from autopar.errors import CheckpointError, LossyWarning, NumericsWarning
-from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
+from autopar.runtime.agreement.consensus import is_multi_rank
 from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
-
-# A flat optimizer state suits every plan: ranks of a pipeline have different parameters.
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True)
@@ -47,36 +46,45 @@ class TrainingState:
     extra: Mapping[str, Any] = field(default_factory=dict)
     data: DataPosition = field(default_factory=DataPosition)
 
+    @cached_property
+    def _named(self) -> NamedState:
+        return NamedState(self.model, self.optimizers)
+
     def tensors(self) -> dict[str, Any]:
         """State of the model, the optimizers and the extra objects, without copies.
 
         Groups that step apart have one each, under names of their own after the first.
         """
-        own, group = self._own_tensors(), group_of(self.model)
+        own, group = self._with_extra(self._named.now()), group_of(self.model)
         return {f"group-{group}": own} if group else own
 
     def _own_tensors(self) -> dict[str, Any]:
-        weights, moments = get_state_dict(self.model, self.optimizers, options=OPTIONS)
+        return self._with_extra(get_state_dict(self.model, self.optimizers, options=OPTIONS))
+
+    def _with_extra(self, states: States) -> dict[str, Any]:
+        weights, moments = states
         extra = {name: each.state_dict() for name, each in self.extra.items()}
         return {"model": weights, "optimizer": moments, "extra": extra}
 
     def values(self, step: int) -> dict[str, Any]:
-        """The rest: the step, schedules, random states and the place in the data of every rank."""
-        own = {
-            "random": RandomState.now().state_dict(),
-            "data": self.data.state_dict(),
-            "stream": _stream(self.model),
-        }
+        """The step and the schedules, the same on every rank."""
         return {
             "step": step,
             "mesh": _mesh(self.model),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
-            "ranks": gather_objects(own) if is_multi_rank() else [own],
+        }
+
+    def own_values(self) -> dict[str, Any]:
+        """The random state of this rank, and its place in the data."""
+        return {
+            "random": RandomState.now().state_dict(),
+            "data": self.data.state_dict(),
+            "stream": _stream(self.model),
         }
 
     def restore(self, folder: Any, values: Mapping[str, Any]) -> None:
-        """Takes over the state of a checkpoint."""
+        """Takes over the state of a checkpoint; `values` has the own values of all ranks."""
         is_same_mesh = values["mesh"] == _mesh(self.model)
         group = group_of(self.model) if is_same_mesh else 0  # other groups begin as the first
         tensors = self._own_tensors()

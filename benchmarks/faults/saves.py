@@ -27,7 +27,8 @@ def kills(strategy: str, count: int, seed: int, limit_s: float) -> dict[str, Any
         run = Run(folder / "run", strategy, 0.0, limit_s)
         stack.enter_context(Nursery(folder / "nursery"))
         stack.enter_context(run)
-        run.schedule(schedule("kill", ["save"] * count, EVERY, 2, 0, seed))
+        # the checkpoint before the first save that is struck may not be lost
+        run.schedule(schedule("kill", ["save"] * count, 2 * EVERY, 2, 0, seed))
         problem = run.until_done([Node(2)], STEPS)
         events = run.events()
     found = runs.effects(events)

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from concurrent import futures
@@ -137,6 +138,61 @@ def test_a_broken_checkpoint_is_skipped_and_said(tmp_path: Path) -> None:
     assert model.weight.equal(weights)
     checkpointer.save(4, wait=True)
     assert not (tmp_path / "step-3.partial").exists()
+
+
+def test_a_checkpoint_holds_the_state_of_its_call(tmp_path: Path) -> None:
+    model, checkpointer = small(tmp_path)
+    written, save = threading.Event(), background.save
+
+    def held_back(*arguments: Any, **options: Any) -> Any:
+        assert written.wait(60)
+        return save(*arguments, **options)
+
+    with patch.object(background, "save", held_back):
+        for step in (1, 2):  # the second copy reuses the memory of the first
+            model.weight.data.fill_(step)
+            torch.manual_seed(step)
+            written.clear()
+            checkpointer.save(step)
+            model.weight.data.zero_()
+            torch.manual_seed(0)
+            written.set()
+            checkpointer.wait()
+    assert checkpointer.resume() == 2
+    assert model.weight.eq(2).all()
+    assert torch.initial_seed() == 2
+
+
+def fails_on_one_rank(rank: int, world_size: int, folder: str, step: int) -> list[str]:
+    model, optimizer, _ = make(fixed(0))
+    checkpointer = autopar.Checkpointer(folder, model, optimizer)
+    at, name = (background, "_sums") if step == 1 else (CheckpointFolder, "publish")
+    work = getattr(at, name)
+
+    def failing(*arguments: Any) -> Any:
+        if rank == 2 - step:  # sums of rank 1, the name that rank 0 gives
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return work(*arguments)
+
+    said = []
+    with patch.object(at, name, failing):
+        checkpointer.save(1)
+        for call in (lambda: checkpointer.save(2), checkpointer.wait):
+            try:
+                call()
+            except autopar.CheckpointError as error:
+                said.append(str(error).replace(folder, ""))
+    checkpointer.save(3, wait=True)
+    return said
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_error_beside_training_is_raised_at_the_next_call(tmp_path: Path, step: int) -> None:
+    said = run(fails_on_one_rank, 2, folder=str(tmp_path), step=step)
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert f"rank {2 - step}: OSError: [Errno 28]" in said[0][0]
+    assert os.listdir(tmp_path) == ["step-3"]
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
