@@ -126,6 +126,8 @@ class _ConfigSearch:
         if self.first is not None and self.fits(seed := self.evaluate(self.first)):
             return self.tune(seed) if self.setup.deadline() else seed
         below, starts = self.starts()
+        if math.isinf(self.incumbent_s):
+            self.evaluate(starts[-1])  # the likeliest to fit, so that there is an answer soon
         starts = self.affordable(starts)
         if below is not None and self.fits(self.evaluate(starts[0])):
             starts = [below, *starts]  # some blocks of each may be faster

@@ -167,6 +167,8 @@ class _MeshSearch(SearchRecord):
         problem, context, before = replace(self.problem, strategy=strategy), self.context, self.best
         if before is not None:
             context = replace(context, incumbent_s=self.margin * step_s(before))
+        elif context.timed:
+            context = replace(context, on_candidate=self.first_reporter(progress))
         self.looked += 1
         self.tried.add(mesh_name(strategy))
         try:
@@ -188,6 +190,19 @@ class _MeshSearch(SearchRecord):
             self.over = True
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
+
+    def first_reporter(self, progress: SearchProgress) -> Callable[[Plan], None]:
+        """A function that reports a candidate of a mesh once one fits, before the mesh is done."""
+        reported_s = [0.0]
+
+        def report(plan: Plan) -> None:
+            cost, cap = plan.prediction, self.cap
+            if reported_s[0] or cost is None or (cap is not None and cost.needed_bytes > cap):
+                return
+            reported_s[0] = cost.step_s
+            self.progress(replace(progress, best_s=cost.step_s))
+
+        return report
 
     def timed(
         self, strategies: Sequence[Strategy], estimate: EstimateMesh, refine: RefinePlan

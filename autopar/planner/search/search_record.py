@@ -56,11 +56,15 @@ class SearchRecord:
         self.bounds_s[name] = max(bound_s, self.bounds_s.get(name, 0.0))
 
     def least_s(self) -> float:
-        """Lower bound of the step of every mesh, in seconds."""
+        """Lower bound of the step of every mesh, in seconds.
+
+        A mesh whose search ended early may have no bound of its own. The floor and the FLOPs at
+        the peak rate hold for every mesh.
+        """
         assert self.best is not None
-        known = min([*self.bounds_s.values(), step_s(self.best)])
-        floor_s = max(least_compute_s(self.best), self.floor_s)
-        return min(known, floor_s) if self.unknown else known
+        best_s = step_s(self.best)
+        floor_s = min(best_s, max(least_compute_s(self.best), self.floor_s))
+        return floor_s if self.unknown else max(floor_s, min([*self.bounds_s.values(), best_s]))
 
     def skipped_note(self) -> Iterator[str]:
         if self.skipped:

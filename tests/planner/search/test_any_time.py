@@ -54,16 +54,18 @@ def test_the_best_plan_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_best_plan_by_an_interruption() -> None:
+    before: list[str] = []
     seen: list[str] = []
 
     def interrupt(search: SearchProgress) -> None:
-        seen.append(search.mesh)
+        (seen if search.best_s else before).append(search.mesh)
         if search.best_s and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             signal.raise_signal(signal.SIGINT)
 
     plan = planned(strategy="fastest", time_limit_s=1e6, progress=interrupt)
     assert not outcome(plan).complete
     assert seen[0].startswith("data parallel")
+    assert seen[0] == before[-1]  # told before its mesh was done
 
 
 def test_without_a_plan_an_interruption_is_raised() -> None:

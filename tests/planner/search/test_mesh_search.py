@@ -12,7 +12,12 @@ from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
-from autopar.planner.search.mesh_search import EstimateMesh, PlanMesh, fastest_mesh
+from autopar.planner.search.mesh_search import (
+    EstimateMesh,
+    PlanMesh,
+    SearchProgress,
+    fastest_mesh,
+)
 from autopar.planner.search.meshes import meshes
 from autopar.report.plan import Plan
 from tests.harness.models import MODELS
@@ -195,6 +200,30 @@ def test_in_limited_time_the_first_that_fits_comes_before_estimates() -> None:
     assert seen == list(answers)
     assert plan.search is not None
     assert not plan.search.complete
+
+
+def test_the_first_candidate_that_fits_is_told_at_once() -> None:
+    """Not the one that needs too much, and none after the first."""
+    told: list[tuple[float, bool]] = []
+    done: list[bool] = []
+
+    def look(own: PlanningProblem, context: SearchContext) -> Plan:
+        large, first, better = predicted(1.0, 0.5), predicted(3.0, 0.5), predicted(2.0, 0.5)
+        assert large.prediction is not None
+        too_large = replace(large.prediction, peak_bytes=10**12)
+        for plan in (replace(large, prediction=too_large), first, better):
+            context.note(plan)
+        done.append(True)
+        return better
+
+    def progress(search: SearchProgress) -> None:
+        told.append((search.best_s, bool(done)))
+
+    context = SearchContext(timed=True, estimating=lambda: False)
+    fastest_mesh(problem(memory=10**9), look, FAR, 4, context, progress)
+    assert next(each for each in told if each[0]) == (3.0, False)
+    assert told.count((3.0, False)) == 1
+    assert (2.0, False) not in told
 
 
 def test_time_that_ends_before_anything_fits_proves_nothing() -> None:
