@@ -224,7 +224,8 @@ def call_entries(
     options, stage, local = context.options, context.stage, context.index.local.values()
     frozen = [name for name, trained in context.trained_here.items() if not trained]
     num_hooks = sum(len(table) for get in _hook_tables for table in map(get, local) if table)
-    same_groups = "one group" if local and steps.num_groups == 1 else f"stage {stage}"
+    trains_here = any(context.trained_here.values())
+    same_groups = "one group" if trains_here and steps.num_groups == 1 else f"stage {stage}"
     is_global = options.batch == "global"
     is_planned = context.plan is not None or has_fallback
     sync = "inside of it" if no_sync else "outside of it"

@@ -83,6 +83,41 @@ def test_a_stage_without_parameters_trains(early: bool) -> None:
     assert sum(run(train_tied, 2, early=early)) == 1
 
 
+class FrozenHead(nn.Module):
+    """A trained layer, then a larger one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 8).double()
+        self.head = nn.Linear(8, 8).double().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).relu()).square().mean()
+
+
+def train_under_frozen_head(rank: int, world_size: int) -> list[str]:
+    """Parameters that this rank holds; its optimizer is made before ranks have a plan."""
+    models = [FrozenHead(), autopar.compile(FrozenHead(), strategy=fixed(0, pp=2))]
+    trained = [[p for p in each.parameters() if p.requires_grad] for each in models]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in trained]
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(6, 8, dtype=torch.float64)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+    whole_state = models[1].full_state_dict()
+    for name, value in models[0].state_dict().items():
+        close(whole_state[name], value)
+    return [name for name, p in models[1].named_parameters() if not p.is_meta]
+
+
+def test_a_stage_may_train_nothing() -> None:
+    assert ["head.weight", "head.bias"] in run(train_under_frozen_head, 2)
+
+
 # -- what a rank holds -------------------------------------------------------------------------
 
 
