@@ -162,9 +162,10 @@ class AliasedDDP(nn.Module):
                 self.slots.append((module, name, parameter, alias))
         self.parameter_of = {id(alias): parameter for _, _, parameter, alias in self.slots}
         self.used: set[int] = set()
-        self.has_unreduced = self.inside_no_sync = False
+        self.shared: dict[int, nn.Parameter] = {}  # aliases with the gradients of their DTensors
         for alias in aliases.values():
             if alias.requires_grad:
+                alias.register_hook(lambda _: self._drop_cleared())
                 alias.register_post_accumulate_grad_hook(lambda tensor: self.used.add(id(tensor)))
         with self._aliased():
             self.ddp = with_ddp(_Submodule(model))
@@ -172,22 +173,22 @@ class AliasedDDP(nn.Module):
         self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce_and_share(bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for _, _, parameter, alias in self.slots:
-            if parameter.grad is None and not self.has_unreduced:
-                alias.grad = None
-        self.has_unreduced = self.has_unreduced or self.inside_no_sync
         with self._aliased():
             return self.ddp(*args, **kwargs)
+
+    def _drop_cleared(self) -> None:
+        """Drops gradients that were cleared, as `zero_grad` does; each backward begins so.
+
+        Gradients that no_sync has left unreduced are not shared yet, and stay.
+        """
+        for number in [n for n in self.shared if self.parameter_of[n].grad is None]:
+            self.shared.pop(number).grad = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """DDP's no_sync; the aliases keep the unreduced gradients."""
-        self.inside_no_sync = True
-        try:
-            with self.ddp.no_sync():
-                yield
-        finally:
-            self.inside_no_sync = False
+        with self.ddp.no_sync():
+            yield
 
     @contextlib.contextmanager
     def _aliased(self) -> Iterator[None]:
@@ -201,7 +202,6 @@ class AliasedDDP(nn.Module):
 
     def _reduce_and_share(self, bucket: Any) -> Any:
         """Averages gradients as DDP does, and assigns those that a rank used to the DTensors."""
-        self.has_unreduced = False
         aliases = bucket.parameters()
         used = torch.tensor([id(alias) in self.used for alias in aliases], dtype=torch.uint8)
         used = used.to(bucket.buffer().device)
@@ -212,6 +212,7 @@ class AliasedDDP(nn.Module):
             parameter = self.parameter_of[id(alias)]
             assert isinstance(parameter, DTensor)
             if is_used:
+                self.shared[id(alias)] = alias
                 parameter.grad = DTensor.from_local(
                     gradient, parameter.device_mesh, parameter.placements, run_check=False
                 )

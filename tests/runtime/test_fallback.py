@@ -59,9 +59,10 @@ def plain() -> dict[str, Tensor]:
     model = Branching().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
-        model(rows(step)).backward()
-        optimizer.step()
+        loss = model(rows(step))
         optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     return model.state_dict()
 
 
@@ -72,9 +73,10 @@ def train(rank: int, world_size: int, early: bool, options: dict[str, Any]) -> A
         model = autopar.compile(Branching().double(), **given, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(4):
-            model(rows(step)).backward()
+            loss = model(rows(step))
+            optimizer.zero_grad()  # after the call, as many loops do
+            loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
     said = [str(w.message) for w in caught if "autopar" in str(w.message)]
     return whole_state(model), said
 
