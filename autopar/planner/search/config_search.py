@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,8 +127,9 @@ class _ConfigSearch:
         if self.first is not None and self.fits(seed := self.evaluate(self.first)):
             return self.tune(seed) if self.setup.deadline() else seed
         below, starts = self.starts()
-        if math.isinf(self.incumbent_s):
-            self.evaluate(starts[-1])  # the likeliest to fit, so that there is an answer soon
+        if math.isinf(self.incumbent_s) and self.setup.deadline():
+            with contextlib.suppress(TimeIsOver):  # the first start may be known already
+                self.evaluate(starts[-1])  # the likeliest to fit, so that there is an answer soon
         starts = self.affordable(starts)
         if below is not None and self.fits(self.evaluate(starts[0])):
             starts = [below, *starts]  # some blocks of each may be faster
@@ -423,17 +425,16 @@ class _ConfigSearch:
             return plan
         rival = min(others, key=attrgetter("step_s"))
         rates, name = sweep_bandwidth(self.evaluator, rival.config), rival.plan.name
+        every = plan.runners_up
         runners_up = (
-            replace(other, at_rates=rates) if other.name == name else other
-            for other in plan.runners_up
+            replace(each, at_rates=rates) if each.name == name else each for each in every
         )
         return replace(plan, runners_up=tuple(runners_up))
 
     def nothing_fits(self) -> OutOfMemoryError:
         assert self.cap is not None
         smallest = min(self.candidates.values(), key=attrgetter("needed_bytes"))
-        short = smallest.needed_bytes - self.cap
-        memory = smallest.prediction.memory
+        short, memory = smallest.needed_bytes - self.cap, smallest.prediction.memory
         return OutOfMemoryError(
             f"nothing fits under {human_bytes(self.cap)} per rank: the smallest plan "
             f"({smallest.plan.name}) needs {human_bytes(short)} more ({short} bytes). Its peak is "
