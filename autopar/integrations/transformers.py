@@ -76,6 +76,10 @@ class AutoparTrainerMixin(Base):
         # evaluation repeats a loss for each of a device's rows
         return loss if loss is None else loss.repeat(self.args.world_size), logits, labels
 
+    def store_flos(self) -> None:
+        self.state.total_flos += self.current_flos  # every rank counts the whole batch
+        self.current_flos = 0
+
     # The model.
 
     def compile_model(self) -> None:

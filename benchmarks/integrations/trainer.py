@@ -82,7 +82,8 @@ def run(
     trainer.train()
     record = Record([x["loss"] for x in log.steps], [x["grad_norm"] for x in log.steps])
     record.weights = whole_weights(trainer.model)
-    record.evaluation = {"loss": torch.tensor(trainer.evaluate()["eval_loss"])}
+    flos = torch.tensor(float(trainer.state.total_flos))
+    record.evaluation = {"flos": flos, "loss": torch.tensor(trainer.evaluate()["eval_loss"])}
     found: Any = trainer.predict(trainer.eval_dataset).predictions
     record.evaluation["logits"] = torch.as_tensor(found)
     again = make(Path(folder), ranks, steps, **(resume or options))

@@ -194,8 +194,8 @@ def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> 
         if bench.rank == 0:
             warn_once(
                 MeasurementWarning,
-                f"autopar measures this cluster again, since {wrong}. Saved plans still run; "
-                "plan again for these speeds.",
+                f"autopar measures this cluster again, since {wrong}. "
+                "Training stays the same; plans from now on are for these speeds.",
             )
     cluster = _measure(bench, request, wanted, hosts[0], ranks_per_node, progress)
     if bench.rank == 0 and request.cache:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autopar.common.deadline import check_time
-from autopar.errors import PassError, StrategyError
+from autopar.errors import AutoparError, PassError, StrategyError
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.pass_base import Pass, PassResult, describe, pass_name
 from autopar.passes.core.pass_pipeline import PassPipeline
@@ -43,7 +43,7 @@ def run_passes(
         except Exception as error:
             before = ", ".join(pipeline.names[:index]) or "none"
             raise PassError(
-                f"pass {describe(item)} failed: {str(error) or type(error).__name__}\n"
+                f"pass {describe(item)} failed: {_reason(error)}\n"
                 f"passes before it: {before}\n{_reproducer(captured, pipeline, index, error)}"
             ) from error
         if observe is not None:
@@ -68,6 +68,12 @@ def apply_pass(item: Pass, graph: TrainingGraph) -> TrainingGraph:
     after = replace(result.graph, properties=properties, history=history)
     check(after)
     return after
+
+
+def _reason(error: Exception) -> str:
+    """An error's text; the first line alone of others' errors, as torch.fx adds the whole graph."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, AutoparError) else text.partition("\n")[0]
 
 
 def _reproducer(
