@@ -107,12 +107,6 @@ def user_frame(error: BaseException) -> str:
     return f" at {users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def annotate_nodes(graph: fx.Graph, parameters: Mapping[str, ParameterInfo]) -> None:
     """Sets phase, block and source of every node; backward nodes inherit from their forward."""
     blocks = tuple(dict.fromkeys(info.block for info in parameters.values() if info.block))

@@ -24,7 +24,7 @@ from autopar import _torch
 from autopar.capture.call import Call
 from autopar.capture.expand_blocks import expand
 from autopar.capture.joint import changed_parameters, to_training_graph
-from autopar.capture.provenance import first_line, user_frame
+from autopar.capture.provenance import user_frame
 from autopar.capture.sorted_rows import undo_sorts
 from autopar.capture.state.contents import Attribute, Snapshot
 from autopar.capture.state.effects import Effects
@@ -36,6 +36,7 @@ from autopar.capture.values.compiler_branches import CompilerBranches, Site
 from autopar.capture.values.constant_values import Reading
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
+from autopar.formatting import first_line
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import Shard
 from autopar.ir.roles import Output

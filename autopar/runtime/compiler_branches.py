@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from autopar.capture.call import BatchShard
-from autopar.capture.provenance import first_line
 from autopar.capture.trace import Capture
 from autopar.capture.values.compiler_branches import CompilerBranches, Site
 from autopar.common.constant_draws import ConstantDraws
@@ -18,6 +17,7 @@ from autopar.common.containers import flatten
 from autopar.common.notices import warn_once
 from autopar.common.tolerances import TOLERANCES, relative_difference
 from autopar.errors import NumericsWarning
+from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.context import ExecutionContext
 from autopar.runtime.plain_call import has_values, run_plain

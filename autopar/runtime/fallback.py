@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar._torch import DataDependentOutputException, DynamicOutputShapeException, pytree
 from autopar.capture.call import BatchShard
 from autopar.capture.model_info import find_separate_blocks
-from autopar.capture.provenance import first_line, user_frame
+from autopar.capture.provenance import user_frame
 from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
+from autopar.formatting import first_line
 from autopar.runtime.parameters.distribute import local_part, parameter_like
 from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -163,6 +164,7 @@ class AliasedDDP(nn.Module):
         self.parameter_of = {id(alias): parameter for _, _, parameter, alias in self.slots}
         self.used: set[int] = set()
         self.shared: dict[int, nn.Parameter] = {}  # aliases with the gradients of their DTensors
+        self.is_checked = False
         for alias in aliases.values():
             if alias.requires_grad:
                 alias.register_hook(lambda _: self._drop_cleared())
@@ -173,22 +175,25 @@ class AliasedDDP(nn.Module):
         self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce_and_share(bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_checked = False
         with self._aliased():
             return self.ddp(*args, **kwargs)
 
     def _drop_cleared(self) -> None:
         """Drops gradients that were cleared, as `zero_grad` does; each backward begins so.
 
-        Gradients that no_sync has left unreduced are not shared yet, and stay.
+        Gradients that no_sync has left unreduced are not shared yet, and stay. Every gradient of a
+        backward calls this, and the first one does the work.
         """
+        if self.is_checked:
+            return
+        self.is_checked = True
         for number in [n for n in self.shared if self.parameter_of[n].grad is None]:
             self.shared.pop(number).grad = None
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """DDP's no_sync; the aliases keep the unreduced gradients."""
-        with self.ddp.no_sync():
-            yield
+        return self.ddp.no_sync()
 
     @contextlib.contextmanager
     def _aliased(self) -> Iterator[None]:
@@ -202,6 +207,7 @@ class AliasedDDP(nn.Module):
 
     def _reduce_and_share(self, bucket: Any) -> Any:
         """Averages gradients as DDP does, and assigns those that a rank used to the DTensors."""
+        self.is_checked = False  # another backward may follow without a call
         aliases = bucket.parameters()
         used = torch.tensor([id(alias) in self.used for alias in aliases], dtype=torch.uint8)
         used = used.to(bucket.buffer().device)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autopar.common.deadline import check_time
 from autopar.errors import AutoparError, PassError, StrategyError
+from autopar.formatting import first_line
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.pass_base import Pass, PassResult, describe, pass_name
 from autopar.passes.core.pass_pipeline import PassPipeline
@@ -72,8 +73,7 @@ def apply_pass(item: Pass, graph: TrainingGraph) -> TrainingGraph:
 
 def _reason(error: Exception) -> str:
     """An error's text; the first line alone of others' errors, as torch.fx adds the whole graph."""
-    text = str(error) or type(error).__name__
-    return text if isinstance(error, AutoparError) else text.partition("\n")[0]
+    return str(error) if isinstance(error, AutoparError) else first_line(error)
 
 
 def _reproducer(
@@ -84,7 +84,7 @@ def _reproducer(
     try:
         for item in pipeline[:index]:  # again, since the failed pass may have changed their graph
             graph = apply_pass(item, replace(graph, disposable=False))
-        path = save(Reproducer(graph, rest, str(error).partition("\n")[0]))
+        path = save(Reproducer(graph, rest, first_line(error)))
     except Exception as failure:
         return f"no reproducer was saved: {failure}"
     return f"to run it again: {command(path, rest)}"

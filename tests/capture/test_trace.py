@@ -335,7 +335,10 @@ def test_an_error_names_the_users_line(name: str) -> None:
     assert message.startswith("cannot capture Model at ")
     assert f"test_trace.py:{line}: " in message
     assert reason in message
-    assert "Express it with tensor operations (torch.where, masks)." in message
+    advice = "Express it with tensor operations (torch.where, masks)."
+    if reason == PYTHON:
+        advice += " For values of an integer argument, name it in static= of autopar.compile."
+    assert message.endswith(advice)
 
 
 @pytest.mark.parametrize(

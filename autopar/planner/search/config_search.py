@@ -425,9 +425,9 @@ class _ConfigSearch:
             return plan
         rival = min(others, key=attrgetter("step_s"))
         rates, name = sweep_bandwidth(self.evaluator, rival.config), rival.plan.name
-        every = plan.runners_up
         runners_up = (
-            replace(each, at_rates=rates) if each.name == name else each for each in every
+            replace(other, at_rates=rates) if other.name == name else other
+            for other in plan.runners_up
         )
         return replace(plan, runners_up=tuple(runners_up))
 

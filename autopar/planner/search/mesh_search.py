@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cost import ClusterError
@@ -140,6 +140,7 @@ class _MeshSearch(SearchRecord):
     Attributes:
         over: whether time ended within a mesh.
         without_gain: number of meshes in a row that improved nothing, by group.
+        reported: names of meshes of which a candidate was reported.
     """
 
     plan_mesh: PlanMesh
@@ -147,6 +148,7 @@ class _MeshSearch(SearchRecord):
     progress: ReportProgress
     over: bool = False
     without_gain: Counter[str] = field(default_factory=Counter)
+    reported: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.cap = self.problem.cap_on(self.problem.cluster)
@@ -168,7 +170,7 @@ class _MeshSearch(SearchRecord):
         if before is not None:
             context = replace(context, incumbent_s=self.margin * step_s(before))
         elif context.timed:
-            context = replace(context, on_candidate=self.first_reporter(progress))
+            context = replace(context, on_candidate=partial(self.report_first, progress))
         self.looked += 1
         self.tried.add(mesh_name(strategy))
         try:
@@ -191,18 +193,14 @@ class _MeshSearch(SearchRecord):
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
 
-    def first_reporter(self, progress: SearchProgress) -> Callable[[Plan], None]:
-        """A function that reports a candidate of a mesh once one fits, before the mesh is done."""
-        reported_s = [0.0]
-
-        def report(plan: Plan) -> None:
-            cost, cap = plan.prediction, self.cap
-            if reported_s[0] or cost is None or (cap is not None and cost.needed_bytes > cap):
-                return
-            reported_s[0] = cost.step_s
+    def report_first(self, progress: SearchProgress, plan: Plan) -> None:
+        """Reports the first candidate of a mesh that fits, before the mesh is done."""
+        cost, cap = plan.prediction, self.cap
+        if cost is None or progress.mesh in self.reported:
+            return
+        if cap is None or cost.needed_bytes <= cap:
+            self.reported.add(progress.mesh)
             self.progress(replace(progress, best_s=cost.step_s))
-
-        return report
 
     def timed(
         self, strategies: Sequence[Strategy], estimate: EstimateMesh, refine: RefinePlan

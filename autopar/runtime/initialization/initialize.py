@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from autopar._torch import TorchDispatchMode, pytree
 from autopar.capture.model_info import find_blocks
-from autopar.capture.provenance import first_line, user_frame
+from autopar.capture.provenance import user_frame
 from autopar.errors import AutoparError, ModelError
+from autopar.formatting import first_line
 
 InitFunction = Callable[[nn.Module], Any]
 """Initialises the parameters and buffers of one module, as for `nn.Module.apply`."""

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.capture.provenance import first_line
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
 from autopar.errors import NumericsWarning, StrategyError
+from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.parameters.distribute import is_remote
 
