@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -78,7 +77,7 @@ class OfflineDriver(Driver):
         self._models = ReducedModels(model, problem.blocks, self._capture_reduced)
         self._cache = self._models.captures.setdefault((), {})
         self._extended: dict[str, tuple[PlanningProblem, CandidateConfig]] = {}
-        self._node_s = 0.0
+        self._node_s: list[float] = []
         self._estimator: MeshEstimator
 
     def advises(self) -> bool:
@@ -184,8 +183,12 @@ class OfflineDriver(Driver):
         return self._machines[key]
 
     def _whole_s(self, problem: PlanningProblem) -> float:
-        """Expected seconds to capture and lower the whole model; 0 if nothing is known."""
-        return LOWERING_RATIO * self._node_s * self._models.whole_nodes()
+        """Expected seconds to capture and lower the whole model; 0 if nothing is known.
+
+        The first capture of a process also imports and compiles, so others count if there are any.
+        """
+        node_s = max(self._node_s[1:] or self._node_s, default=0.0)
+        return LOWERING_RATIO * node_s * self._models.whole_nodes()
 
     def _capture_micro_batch(self, ranks: int, micro_batches: int) -> TrainingGraph:
         return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache)
@@ -193,10 +196,10 @@ class OfflineDriver(Driver):
     def _capture_reduced(
         self, ranks: int, micro_batches: int, cache: CaptureCache
     ) -> TrainingGraph:
-        begin_s = time.monotonic()
+        begin_s = self.deadline.clock()
         graph = self._capture_rank(ranks, micro_batches=micro_batches, cache=cache)
-        seconds = time.monotonic() - begin_s
-        self._node_s = max(self._node_s, seconds / len(graph.graph.nodes))
+        seconds = self.deadline.clock() - begin_s
+        self._node_s.append(seconds / len(graph.graph.nodes))
         return graph
 
     def _capture_slice(self, slices: int, cache: CaptureCache) -> TrainingGraph:

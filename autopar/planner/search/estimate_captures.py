@@ -77,14 +77,18 @@ class MeshEstimator:
         if slices > rows or (micro_batches > 1 and rows % slices):
             raise BatchError(f"{rows} rows cannot be cut into {slices} equal slices")
         axes = tuple(strategy.axes.items())
-        small = min(SIZE_RATIO * problem.dp_size * strategy.pp_size, rows)
-        sampled = (max(1, small // SIZE_RATIO), small)
-        figures = {count: self._figures(axes, count) for count in sampled}
-        micro_batch, padding = (
-            interpolate_slices(figures, slices),
-            self._padding(problem.shard_ranks),
-        )
-        return estimate_mesh(problem, micro_batch, self._machine, padding)
+        figures = {
+            count: self._figures(axes, count)
+            for count in self._sampled(problem.dp_size * strategy.pp_size)
+        }
+        micro_batch = interpolate_slices(figures, slices)
+        padding = self._padding(problem.shard_ranks)
+        estimate = estimate_mesh(problem, micro_batch, self._machine, padding)
+        if [*strategy.axes] != ["tp"] or slices * strategy.axes["tp"] > rows:
+            return estimate
+        own = [figures[slices]] if slices in figures else figures.values()
+        divides = any(each.parameter_bytes < self._whole_bytes for each in own)
+        return replace(estimate, divides=divides)
 
     def floor_s(self) -> float:
         """Lower bound in seconds of a step on any mesh: an even share of the whole batch's compute.
@@ -92,6 +96,16 @@ class MeshEstimator:
         An operator on a shard takes at least its share of the time of the whole operator.
         """
         return self._figures((), 1).compute_s / self._problem.world_size
+
+    def _sampled(self, ranks: int) -> tuple[int, int]:
+        """Numbers of slices that are lowered for a mesh with so many ranks of data or stages."""
+        small = min(SIZE_RATIO * ranks, self._rows)
+        return max(1, small // SIZE_RATIO), small
+
+    @cached_property
+    def _whole_bytes(self) -> float:
+        """Bytes of all parameters, as figures count them."""
+        return self._figures((), self._sampled(self._problem.world_size)[0]).parameter_bytes
 
     @cached_property
     def _machine(self) -> Machine:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.simulator.bound import least_seconds
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
@@ -54,6 +55,7 @@ class MicroBatchFigures(NamedTuple):
         parameter_bytes: bytes of the parameters.
         saved_bytes: bytes that the forward saves for the backward.
         crossing_bytes: bytes sent forward and backward across the cut with the least traffic.
+        least_s: seconds of all operators with the messages that no schedule can hide.
     """
 
     compute_s: float
@@ -61,6 +63,7 @@ class MicroBatchFigures(NamedTuple):
     parameter_bytes: float
     saved_bytes: float
     crossing_bytes: float
+    least_s: float
 
 
 def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> MicroBatchFigures:
@@ -93,6 +96,7 @@ def micro_batch_figures(
         sum(segment.held_bytes for segment in segments),
         sum(segment.saved_bytes for segment in segments),
         min((s.sent_bytes + s.returned_bytes for s in segments[1:]), default=0),
+        least_seconds(lowered, machine.cluster, machine.operators) if strategy.axes else compute_s,
     )
 
 
@@ -104,12 +108,19 @@ class MeshEstimate:
         step_s: estimated seconds of a step; infinite if nothing is expected to fit.
         least_s: lower bound of the seconds of a step.
         least_bytes: estimated bytes with the most sharding and checkpointing.
+        divides: whether parameters are divided over tp, where rows could be divided instead.
     """
 
     strategy: Strategy
     step_s: float
     least_s: float
     least_bytes: float
+    divides: bool = True
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether a plan is expected to fit that the mesh without tp has as well."""
+        return not self.divides and math.isfinite(self.step_s)
 
 
 def estimate_mesh(
@@ -161,15 +172,18 @@ class _StepModel:
     def least_s(self) -> float:
         """Lower bound in seconds: the longer of all compute and the reduction of all gradients.
 
-        Each stage of a pipeline waits for the first micro-batch and after its last one, while the
+        Without stages, compute waits for messages along the model's axes. The update follows. Each
+        stage of a pipeline waits for the first micro-batch and after its last one, while the
         other stages compute a forward and a backward without gradients of parameters. Two equal
         stages per rank halve that.
         """
-        each_s = self.micro_batch.compute_s / self.stages
+        found = self.micro_batch
+        each_s = found.least_s if self.stages == 1 else found.compute_s / self.stages
         chunks = max(MOST_STAGES_PER_RANK, self.problem.strategy.stages_per_rank or 1)
         fill_s = 2 * FORWARD_SHARE * (self.stages - 1) * each_s / chunks
         compute_s = self.micro_batches * each_s + fill_s
         sums_s = self.scatter_s + self.data_s("all_gather")
+        compute_s += min(self.update_s(zero) for zero, _ in self.options())
         return max(compute_s, sums_s if self.levels else min(self.data_s("all_reduce"), sums_s))
 
     def step_s(self, zero: int, checkpointed: bool) -> float:

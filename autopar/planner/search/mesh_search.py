@@ -66,6 +66,8 @@ DATA_PARALLEL_TRIES = 4
 MOST_MICRO_BATCHES = 256
 """Most micro-batches of data parallelism that are tried first."""
 
+UNDIVIDED = "no parameter is worth dividing over tp, so it is data parallelism by another name"
+
 
 class TooCostlyError(AutoparError):
     """A mesh takes longer to lower than the time that is left."""
@@ -338,8 +340,11 @@ class _MeshSearch(SearchRecord):
                 self.leave_out(strategy)
                 continue
             try:
-                found.append(estimate(replace(self.problem, strategy=strategy)))
-                self.raise_bound(strategy, found[-1].least_s)
+                own = estimate(replace(self.problem, strategy=strategy))
+                if own.is_data_parallel and "tp" in self.problem.strategy.search:
+                    raise StrategyError(UNDIVIDED)
+                found.append(own)
+                self.raise_bound(strategy, own.least_s)
             except TimeIsOver:
                 self.leave_out(strategy)
             except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:

@@ -60,7 +60,7 @@ def mesh_name(strategy: Strategy) -> str:
     axes = {"pp": strategy.pp_size, **strategy.axes, "dp_shard": strategy.dp_shard or 1}
     mesh = " x ".join(f"{axis}={n}" for axis, n in axes.items() if n > 1) or "data parallel"
     count = strategy.micro_batches or 1
-    return f"{mesh}, {count} micro-batches" if count > 1 else mesh
+    return f"{mesh} in {count} micro-batches" if count > 1 else mesh
 
 
 def abbreviated(names: Iterable[str]) -> str:

@@ -17,6 +17,8 @@ from autopar.planner.search.meshes import abbreviated, least_compute_s, mesh_nam
 from autopar.planner.search.pipeline_search import step_s
 from autopar.report.plan import Plan
 
+MANY_ROWS = "they need other numbers of rows"
+
 
 @dataclass(kw_only=True)
 class SearchRecord:
@@ -121,13 +123,14 @@ class SearchRecord:
         )
 
     def refusal_notes(self) -> Iterator[str]:
-        """Notes on meshes that are not possible; several that lack rows share one note."""
-        rows = [mesh for mesh, why in self.refusals.items() if isinstance(why, BatchError)]
-        for mesh, why in self.refusals.items():
-            if len(rows) == 1 or mesh not in rows:
-                yield f"{mesh} is not possible: {why}"
-        if len(rows) > 1:
-            yield f"not possible with so many rows: {abbreviated(rows)}"
+        """Notes on meshes that are not possible; those with one reason share a note."""
+        meshes: dict[str, list[str]] = {}
+        for mesh, error in self.refusals.items():
+            why = MANY_ROWS if isinstance(error, BatchError) else str(error)
+            meshes.setdefault(why, []).append(mesh)
+        for why, names in meshes.items():
+            reason = str(self.refusals[names[0]]) if len(names) == 1 else why
+            yield f"not possible: {abbreviated(names)}: {reason}"
 
     def runners_up(self, best: Plan) -> tuple[RunnerUp, ...]:
         """The best plans of the other meshes, and the runners-up on the best mesh."""

@@ -13,6 +13,7 @@ from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.mesh_search import (
+    UNDIVIDED,
     EstimateMesh,
     PlanMesh,
     SearchProgress,
@@ -119,9 +120,29 @@ def test_the_fastest_is_chosen_and_the_others_are_kept() -> None:
     assert plan.name == "(2, 1, 4)"
     assert [other.name for other in plan.runners_up] == ["(2, 1, 8)", "(1, 1, None)"]
     assert plan.runners_up[0].why == "100.00 ms slower: +100.00 ms to wait for messages"
-    assert plan.notes[-2] == "tp=2 is not possible: odd rows"
-    assert plan.notes[-1].startswith("not looked at: pp=2, 2 micro-batches, pp=2 x tp=2, 2 micro")
+    assert plan.notes[-2] == "not possible: tp=2: odd rows"
+    assert plan.notes[-1].startswith(
+        "not looked at: pp=2 in 2 micro-batches, pp=2 x tp=2 in 2 micro"
+    )
     assert plan.notes[-1].endswith("expected to take 1400 ms or more, and certainly 700")
+
+
+@pytest.mark.parametrize("expected_s", [1.2, math.inf])
+def test_tp_that_divides_nothing_is_left_out(expected_s: float) -> None:
+    """If a plan on it is expected to fit, data parallelism has it too."""
+    answers: Answers = {(1, 1, None): predicted(2.0, 1.0), (2, 1, 4): predicted(1.5, 0.5)}
+
+    def sketch(own: PlanningProblem) -> MeshEstimate:
+        found = expecting({(1, 2, 1): expected_s, (2, 1, 4): 1.1})(own)
+        return replace(found, divides=own.strategy.tp != 2)
+
+    plan = fastest_mesh(problem(), looking(answers, seen := []), sketch, 4)
+    assert seen == list(answers)
+    told = [note for note in plan.notes if note.endswith(UNDIVIDED)]
+    assert any("possible: tp=2" in note for note in told) == math.isfinite(expected_s)
+    fixed = replace(AUTO, tp=2)
+    answers = {(1, 2, None): predicted(2.0, 1.0), (2, 2, 2): predicted(1.5, 0.5)}
+    assert fastest_mesh(problem(fixed), looking(answers, []), expecting({(2, 2, 2): 1.1}), 4)
 
 
 def test_the_best_of_every_mesh_comes_first_where_several_are_tried() -> None:
