@@ -167,7 +167,7 @@ class AliasedDDP(nn.Module):
         self.is_checked = False
         for alias in aliases.values():
             if alias.requires_grad:
-                alias.register_hook(lambda _: self._drop_cleared())
+                alias.register_hook(lambda _: self._follow_parameters())
                 alias.register_post_accumulate_grad_hook(lambda tensor: self.used.add(id(tensor)))
         with self._aliased():
             self.ddp = with_ddp(_Submodule(model))
@@ -179,17 +179,22 @@ class AliasedDDP(nn.Module):
         with self._aliased():
             return self.ddp(*args, **kwargs)
 
-    def _drop_cleared(self) -> None:
-        """Drops gradients that were cleared, as `zero_grad` does; each backward begins so.
+    def _follow_parameters(self) -> None:
+        """Takes up what a script did to gradients since; each backward begins so.
 
-        Gradients that no_sync has left unreduced are not shared yet, and stay. Every gradient of a
-        backward calls this, and the first one does the work.
+        `zero_grad` cleared them, or other tensors were put in their places. Gradients that no_sync
+        has left unreduced are not shared yet, and stay. Every gradient of a backward calls this,
+        and the first one does the work.
         """
         if self.is_checked:
             return
         self.is_checked = True
-        for number in [n for n in self.shared if self.parameter_of[n].grad is None]:
-            self.shared.pop(number).grad = None
+        for number, alias in [*self.shared.items()]:
+            given, own = self.parameter_of[number].grad, alias.grad
+            if given is None or own is None:
+                self.shared.pop(number).grad = None
+            elif (new := local_part(given)).data_ptr() != own.data_ptr():
+                own.copy_(new)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """DDP's no_sync; the aliases keep the unreduced gradients."""

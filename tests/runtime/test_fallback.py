@@ -82,6 +82,27 @@ def train(rank: int, world_size: int, early: bool, options: dict[str, Any]) -> A
     return whole_state(model), said
 
 
+def replace_gradients(rank: int, world_size: int) -> None:
+    """A script puts new tensors in the places of gradients, then accumulates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pair = Pair(Branching, strategy="auto", fallback=True)
+    for step in range(6):
+        for model in pair.models:
+            model(rows(step)).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5
+        pair.check_gradients()
+        if step % 3 == 2:
+            pair.step()
+    pair.check_state()
+
+
+def test_gradients_that_a_script_replaces_are_added_to() -> None:
+    run(replace_gradients, 2)
+
+
 @pytest.mark.parametrize(
     ("early", "options", "engine"),
     [
