@@ -87,7 +87,7 @@ class MeshEstimator:
         if [*strategy.axes] != ["tp"] or slices * strategy.axes["tp"] > rows:
             return estimate
         own = [figures[slices]] if slices in figures else figures.values()
-        divides = any(each.parameter_bytes < self._whole_bytes for each in own)
+        divides = any(each.summed_bytes < self._trained_bytes for each in own)
         return replace(estimate, divides=divides)
 
     def floor_s(self) -> float:
@@ -103,9 +103,9 @@ class MeshEstimator:
         return max(1, small // SIZE_RATIO), small
 
     @cached_property
-    def _whole_bytes(self) -> float:
-        """Bytes of all parameters, as figures count them."""
-        return self._figures((), self._sampled(self._problem.world_size)[0]).parameter_bytes
+    def _trained_bytes(self) -> int:
+        infos = self._problem.parameters.values()
+        return sum(info.bytes for info in infos if info.requires_grad)
 
     @cached_property
     def _machine(self) -> Machine:

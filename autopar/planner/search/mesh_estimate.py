@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.cost_model.collectives import collective_of
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.simulator.bound import least_seconds
 from autopar.cost_model.simulator.step import half_seconds
-from autopar.ir.graph import TrainingGraph
+from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
+from autopar.ir.roles import Gradient, Parameter
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.cut_points import segments_of
 from autopar.planner.evaluate.p2p import P2PCost
@@ -56,6 +59,8 @@ class MicroBatchFigures(NamedTuple):
         saved_bytes: bytes that the forward saves for the backward.
         crossing_bytes: bytes sent forward and backward across the cut with the least traffic.
         least_s: seconds of all operators with the messages that no schedule can hide.
+        summed_bytes: bytes of the parameters whose gradients the ranks of these axes sum, since
+            each computes for other rows.
     """
 
     compute_s: float
@@ -64,6 +69,7 @@ class MicroBatchFigures(NamedTuple):
     saved_bytes: float
     crossing_bytes: float
     least_s: float
+    summed_bytes: float
 
 
 def interpolate_slices(known: Mapping[int, MicroBatchFigures], slices: int) -> MicroBatchFigures:
@@ -97,7 +103,19 @@ def micro_batch_figures(
         sum(segment.saved_bytes for segment in segments),
         min((s.sent_bytes + s.returned_bytes for s in segments[1:]), default=0),
         least_seconds(lowered, machine.cluster, machine.operators) if strategy.axes else compute_s,
+        sum(map(attrgetter("bytes"), summed_parameters(lowered))) if strategy.axes else 0.0,
     )
+
+
+def summed_parameters(lowered: TrainingGraph) -> Iterator[ParameterInfo]:
+    """Parameters whose gradients end in an all-reduce, with nothing but copies behind it."""
+    for role, node in zip(lowered.outputs, lowered.results, strict=True):
+        if node is None or not isinstance(role, Gradient) or not isinstance(role.of, Parameter):
+            continue
+        while collective_of(node) is None and len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        if collective_of(node) == "all_reduce":
+            yield lowered.parameters[role.of.name]
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,7 @@ class MeshEstimate:
         step_s: estimated seconds of a step; infinite if nothing is expected to fit.
         least_s: lower bound of the seconds of a step.
         least_bytes: estimated bytes with the most sharding and checkpointing.
-        divides: whether parameters are divided over tp, where rows could be divided instead.
+        divides: whether the axes divide more than rows, which data parallelism could divide too.
     """
 
     strategy: Strategy

@@ -66,7 +66,7 @@ DATA_PARALLEL_TRIES = 4
 MOST_MICRO_BATCHES = 256
 """Most micro-batches of data parallelism that are tried first."""
 
-UNDIVIDED = "no parameter is worth dividing over tp, so it is data parallelism by another name"
+UNDIVIDED = "tp divides rows alone, so it is data parallelism by another name"
 
 
 class TooCostlyError(AutoparError):

@@ -114,3 +114,11 @@ def test_micro_batches_of_several_rows_where_there_is_a_row_for_each_rank() -> N
         sketch = MeshEstimator(asked(Strategy()), functools.partial(captured, rows=rows), llama())
         found.append(sketch(asked(replace(strategy, micro_batches=count))).least_s)
     assert (4 + 1) / (1 + 1) * found[0] == pytest.approx(found[1], rel=0.2)
+
+
+def test_ranks_of_tp_that_compute_for_other_rows_sum_all_gradients() -> None:
+    """With 16 rows for eight ranks of tp they do; of one row they divide operators."""
+    for rows, divides in ((ROWS, False), (2, True)):
+        capture = functools.partial(captured, rows=rows)
+        sketch = MeshEstimator(asked(Strategy()), capture, llama())
+        assert sketch(asked(Strategy(tp=8, micro_batches=1))).divides == divides
