@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import fx
 
 import autopar
 from autopar.capture.model_info import describe_parameters
@@ -17,6 +18,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.devices import find_device
 from autopar.driver.offline import OfflineDriver
+from autopar.passes.memory.checkpoint_activations import MinCut
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
@@ -63,7 +65,7 @@ def plan_of(run: Run, **options: Any) -> Plan:
         example_inputs=inputs,
         optimizer=optimizer_of(run),
         cluster=cluster_of(run),
-        precision="bf16" if run.llama else "fp32",  # GPTs cast by themselves
+        precision="fp32",  # models cast by themselves
         backend=run.backend,
         **options,
     )
@@ -87,6 +89,26 @@ def _scattered(run: Run) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _half_products(run: Run) -> Iterator[None]:
+    """Recompute every other matrix product of a block, as torchtitan's selective policy does."""
+    fixed = MinCut.fixed
+
+    def half(cut: MinCut, node: fx.Node) -> bool:
+        return fixed(cut, node) and not _is_even_product(cut, node)
+
+    with patch.object(MinCut, "fixed", half if run.half_products else fixed):
+        yield
+
+
+def _is_even_product(cut: MinCut, node: fx.Node) -> bool:
+    product, block = torch.ops.aten.mm.default, node.meta["block"]
+    if node.target is not product or not block:
+        return False
+    each = [n for n in cut.nodes if n.target is product and n.meta["block"] == block]
+    return each.index(node) % 2 == 1
+
+
 def optimizer_of(run: Run) -> Any:
     return torch.optim.AdamW if run.sizes.mixed else MasterAdamW
 
@@ -100,13 +122,13 @@ def _by_arithmetic(run: Run) -> Plan:
         strategy=run.strategy,
         memory=NO_CAP,
         batch="global",
-        precision="bfloat16" if run.llama else None,
+        precision=None,
         optimizer=optimizer_of(run),
         cluster=cluster_of(run),
         device=torch.device("meta"),
         comm_backend="nccl",
         backend=run.backend,
     )
-    autocast = torch.bfloat16 if run.llama else None  # others cast by themselves
-    rest = autocast, None, Deadline(3600.0), lambda _: None
-    return _Arithmetic(problem, model, inputs, *rest).plan(problem)
+    rest = None, None, Deadline(3600.0), lambda _: None
+    with _half_products(run):
+        return _Arithmetic(problem, model, inputs, *rest).plan(problem)

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from autopar.ir.placement import Shard
+from autopar.plan.recompute import Level
 from autopar.plan.strategy import Strategy
+from benchmarks.published import llama
 from benchmarks.published.gpt import Sizes, make
-from examples.plan_llama import SIZES, Llama
+from examples.plan_llama import SIZES, Size
 
 BUCKET = 64 * 2**20
 """Bucket size in bytes where a table has none; large enough that latency is negligible."""
@@ -36,16 +37,16 @@ class Run:
     backend: str = "ts"  # compiler that fuses small operators: "ts" for Megatron's fused kernels
     device: str = ""  # name of the GPU, if not that of the cluster
     reserved_gib: float = 0.0  # memory that torch reserved on a GPU; 0 if not stated
-    llama: str = ""  # size of a llama; a GPT of `sizes` otherwise
+    llama: Size | None = None  # size of a llama; a GPT of `sizes` otherwise
+    half_products: bool = False  # whether every other matrix product is recomputed
+    held_bytes: int = 0  # bytes that its program holds at its peak, unlike autopar's
     versions: Mapping[str, str] = field(default_factory=dict)  # software (see `Cluster.versions`)
 
     def make(self) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         """Return the model and a global batch, on the meta device."""
-        if not self.llama:
+        if self.llama is None:
             return make(self.sizes, self.rows)
-        with torch.device("meta"):
-            tokens = torch.zeros(self.rows, self.sizes.length, dtype=torch.long)
-            return Llama(SIZES[self.llama]), (tokens, tokens)
+        return llama.make(self.llama, self.sizes.length, self.rows)
 
 
 def read(path: Path) -> list[Run]:
@@ -169,24 +170,34 @@ def mpt(row: Mapping[str, str]) -> Iterator[Run]:
     )  # fmt: skip
 
 
+TITAN_LEVELS: Mapping[str, Level] = {"none": "none", "op": "selective", "full": "everything"}
+"""Levels of autopar by torchtitan's name; "op" recomputes every other product, too."""
+
+
 def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
     """Llama under FSDP2 (torchtitan): tokens a second of a GPU."""
     gpus, rows, length = (int(row[key]) for key in ("gpus", "rows_per_gpu", "length"))
-    size = SIZES[row["model"]]
+    size = replace(SIZES[row["model"]], vocabulary=int(row["vocabulary"]))
     block = 2 * size.width**2 + 2 * size.width * size.groups * size.width // size.heads
     block += 3 * size.width * size.inner
+    tokens, policy = rows * length, row["recompute"] == "op"
+    held = 4 * tokens * size.vocabulary  # gradient of the log-probabilities
+    if policy and row["backend"] == "eager":  # last products of blocks, which no backward reads
+        held += 2 * tokens * size.width * size.layers
     sizes = Sizes(
         size.width, size.layers, size.heads, size.vocabulary, length, tied=False, mixed=True
     )
     strategy = Strategy(
-        zero=3, recompute="selective", gather_bytes=2 * block, reduce_bytes=4 * block,
-        prefetch=1, hierarchical=False,
+        zero=3, recompute=TITAN_LEVELS[row["recompute"]], gather_bytes=2 * block,
+        reduce_bytes=4 * block, prefetch=1, hierarchical=False,
     )  # fmt: skip
     yield Run(
-        f"{row['model']} {row['backend']}", "dgx-h100", gpus, sizes, rows * gpus, strategy,
-        float(length * rows * gpus), float(row["tokens_per_s_per_gpu"]), "tokens/s",
-        "autopar's selective recomputation, without torchtitan's every other product",
-        backend=row["backend"], llama=row["model"], reserved_gib=float(row["reserved_gib"]),
+        f"{row['model']} {length} x {gpus} {row['recompute']} {row['backend']}",
+        "dgx-a100" if "A100" in row["gpu"] else "dgx-h100", gpus, sizes, rows * gpus, strategy,
+        float(tokens * gpus), float(row["tokens_per_s_per_gpu"]), "tokens/s",
+        "links of a DGX, FlashAttention-2",
+        backend=row["backend"], device=row["gpu"], reserved_gib=float(row["reserved_gib"]),
+        llama=size, half_products=policy, held_bytes=held,
     )  # fmt: skip
 
 

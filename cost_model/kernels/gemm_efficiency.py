@@ -105,7 +105,12 @@ _B200 = "cuBLAS on two cubes (arXiv 2604.23466, tables III and IV)"
 # L40S: 252 TFLOP/s at 4416 x 3776 x 3072. V100: 94 at 17216 x 4096 x 20480.
 _MAMF = "best products of mamf-finder (github.com/mag-/gpu_benchmark)"
 
+# H100 of 500 W, as Meta has them: "0.6, quick experimental observation with sample large inputs" in
+# torchao's roofline of 2024. In 2025 it says 0.69, for later software.
+_H100_500W = "large products on such a GPU (torchao/testing/float8/roofline_utils.py of 2024)"
+
 FULL_WAVES = {
+    "H100 96GB HBM2e": GemmWaves(132, 0.6, 43, _H100_500W),
     "A100": GemmWaves(108, 0.836, 85, _A100),
     "H100": GemmWaves(132, 0.742, 43, _H100),
     "H200": GemmWaves(132, 0.742, 43, _H100),

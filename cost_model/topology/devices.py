@@ -81,6 +81,14 @@ DEVICES = (
     _device(
         "H100 80GB HBM3", 80, 3350, "NVIDIA H100 data sheet, SXM5, without sparsity", **_HOPPER
     ),
+    _device(
+        "H100 96GB HBM2e",
+        96,
+        2400,
+        "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: SXM5 at 500 W; NVIDIA H100 data "
+        "sheet (peaks), without sparsity",
+        **_HOPPER,
+    ),
     _device("H200", 141, 4800, "NVIDIA H200 data sheet, SXM5, without sparsity", **_HOPPER),
     _device(
         "GB200",

@@ -13,6 +13,7 @@ from benchmarks.published.__main__ import choose
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
 from benchmarks.published.planning import pinned
 from benchmarks.published.tables import Run, flops, pipelined, read
+from examples.plan_llama import Size
 
 SMALL = Sizes(256, 8, 8, 512, 128, tied=False)
 
@@ -60,6 +61,30 @@ def test_fsdp_runs_gather_in_bfloat16_and_reduce_in_float32(tmp_path: Path) -> N
     # Three micro-batches gather for the forward and again for the backward, and reduce once.
     sent = dict(plan.sent_bytes)["dp"] / (3 * 7 / 8)
     assert sent == pytest.approx(parameters * (2 * 2 + 4), rel=0.02)
+
+
+def test_torchtitan_recomputes_every_other_product(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "model,vocabulary,gpu,gpus,rows_per_gpu,length,recompute,backend,tokens_per_s_per_gpu,"
+        "reserved_gib\n"
+        "8b,128256,NVIDIA H100 96GB HBM2e,8,2,8192,op,eager,5762,82.4\n"
+    )
+    (run,) = read(table)
+    run = replace(
+        run,
+        llama=Size(512, 1792, 3, 4, 2, 256),
+        sizes=replace(run.sizes, hidden=512, layers=3, vocabulary=256, length=2048),
+    )
+    runs = (
+        replace(run, half_products=False),
+        run,
+        replace(run, half_products=False, strategy=replace(run.strategy, recompute="everything")),
+    )
+    none, half, whole = (pinned(each).prediction.compute_s for each in runs)
+    assert none < half < whole
+    # The last product of a block is kept for nothing, and the loss has a second gradient.
+    assert run.held_bytes == 2 * 8192 * (4 * 128256 + 2 * 4096 * 32)
 
 
 def test_tables_have_the_configuration(tmp_path: Path) -> None:
