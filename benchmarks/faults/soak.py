@@ -29,7 +29,7 @@ from benchmarks.launch import write_atomically
 from benchmarks.report import about
 
 RANKS = 2
-HUNG_S = 180.0  # seconds without a step, behind the end of a pause
+HUNG_S = 400.0  # seconds without an event, behind the end of a pause; imports take a while
 FAULTS = ("kill", "terminate-rank", "terminate-launcher", "pause", "pause")
 GAP_S, PAUSE_S = 3.0, (2.0, 30.0)  # least seconds between faults; of a pause
 
@@ -62,7 +62,7 @@ class Soak:
 
     Attributes:
         struck: process ids of ranks whose attempt a fault has ended.
-        quiet_since: time of the last step, start or end of a pause.
+        quiet_since: time of the last event, launch or end of a pause.
     """
 
     folder: Path
@@ -138,13 +138,14 @@ class Soak:
             self.start()
 
     def _take(self, event: dict[str, Any]) -> None:
+        self.quiet_since = max(self.quiet_since, event["time"])
         if event["event"] == "start":
             self._began = event["time"]
             self.attempts += event["rank"] == 0
         elif event["event"] == "resumed" and event["rank"] == 0:
             self.lost_steps = max(self.lost_steps, self._last - event["step"])
         elif event["event"] == "step":
-            self._last, self.quiet_since = event["step"], event["time"]
+            self._last = event["step"]
             self.steps.append((event["step"], event["loss"]))
             if self._ended and event["pid"] not in self.struck:
                 self.recoveries.append(event["time"] - self._ended)
@@ -219,6 +220,7 @@ def main() -> int:
     add("--json", type=Path, help="file of the results, written every minute")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))  # takes the launcher with it
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         minutes = soak(Path(name), options)
     last = minutes[-1]
