@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,28 +31,6 @@ RANKS = 2
 HUNG_S = 400.0  # seconds without an event, behind the end of a pause; imports take a while
 FAULTS = ("kill", "terminate-rank", "terminate-launcher", "pause", "pause")
 GAP_S, PAUSE_S = 3.0, (2.0, 30.0)  # least seconds between faults; of a pause
-
-
-class Reference:
-    """Losses of one process that nothing interrupts, in a thread that follows the run."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.wanted = 0
-        threading.Thread(target=self._train, daemon=True).start()
-
-    def _train(self) -> None:
-        data, plain = soak_train.text(), soak_train.model()
-        adam = soak_train.optimizer(plain)
-        while True:
-            if len(self.losses) >= self.wanted:
-                time.sleep(0.2)
-                continue
-            loss = plain(*soak_train.rows(data, len(self.losses) + 1))
-            loss.backward()
-            adam.step()
-            adam.zero_grad()
-            self.losses.append(loss.item())
 
 
 @dataclass
@@ -155,7 +132,7 @@ class Soak:
         """Number of restarts by launchers."""
         return _text(self.folder / "launcher").count("; restart ")
 
-    def minute(self, reference: Reference) -> dict[str, Any]:
+    def minute(self, reference: soak_train.Reference) -> dict[str, Any]:
         """Return the figures since the last call."""
         assert self.launcher is not None
         steps, self.steps = self.steps, []
@@ -212,7 +189,7 @@ def _open_files(pid: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.soak", description=__doc__)
     add = parser.add_argument
-    add("--minutes", type=float, default=120.0)
+    add("--minutes", type=float, default=120.0, help="at least 2")
     add("--strategy", default="zero3")
     add("--step", type=float, default=0.25, help="least seconds of a step")
     add("--gap", type=float, default=100.0, help="most seconds between faults")
@@ -234,7 +211,7 @@ def soak(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     (folder / "disk").mkdir()
     (folder / "schedule").write_text("[]")
     (folder / "events").touch()
-    run, reference = Soak(folder, options, random.Random(options.seed)), Reference()
+    run, reference = Soak(folder, options, random.Random(options.seed)), soak_train.Reference()
     run.start()
     head, began, minutes = about(), time.time(), [dict[str, Any]()]
     due = began + run.rng.uniform(GAP_S, options.gap)
