@@ -117,7 +117,7 @@ def round_s(local: LocalSteps, plan: Plan, groups: int, cluster: Cluster) -> flo
     )
     seconds = cluster.seconds("all_reduce", nbytes, shape).seconds
     if local.outer.late and plan.prediction is not None:
-        seconds = max(0.0, seconds - local.sync_every * plan.prediction.step_s)
+        seconds = max(0.0, seconds - local.delay * plan.prediction.step_s)
     return seconds
 
 

@@ -129,7 +129,7 @@ class Agent(LocalElasticAgent):
         """Ranks have saved and left, told by SIGTERM to one of them or to another node."""
         self._shutdown(signal.SIGTERM)
         if self.rounds.is_single_node:
-            self.left = True
+            self.left, self._remaining_restarts = True, 0
             return super()._monitor_workers(worker_group)
         self.rounds.rejoin = True
         return RunResult(state=WorkerState.HEALTHY)

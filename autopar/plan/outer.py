@@ -26,7 +26,9 @@ class Outer:
         weights: weights of groups: "equal", or by their "rows" since the last round.
         participants: number of groups, drawn anew in each round, whose change counts. The
             others take over the result. None for all.
-        late: whether averages arrive one round late, sent beside compute.
+        late: whether averages are sent beside compute, and taken up `delay` steps later.
+        delay: optimizer steps until a late average is taken up, at most `sync_every`; None for a
+            quarter of a round.
         warm_up: first steps, in which all groups average their gradients at each step.
         compress: "bf16" or "int8" for the messages of rounds; None for none.
         blocks: parts of the model, each with its own round, spread over `sync_every` steps.
@@ -39,6 +41,7 @@ class Outer:
     weights: Literal["equal", "rows"] = "equal"
     participants: int | None = None
     late: bool = False
+    delay: int | None = None
     warm_up: int = 0
     compress: Literal["bf16", "int8"] | None = None
     blocks: int = 1
@@ -53,6 +56,9 @@ class Outer:
         if self.participants is not None:
             count("participants", self.participants)
         flag("late", self.late)
+        if self.delay is not None:
+            count("delay", self.delay)
+            demand(self.late, "delay", self.delay, "give late=True too")
         count("warm_up", self.warm_up, 0)
         if self.compress is not None:
             choice("compress", self.compress, ("bf16", "int8"))
@@ -86,9 +92,10 @@ NAMED: Mapping[str, Outer] = {
     "diloco": Outer(lr=0.7, momentum=0.9),
     "ring": Outer(over="ring"),
     "fedavg": Outer(weights="rows"),
-    "late": Outer(late=True),
+    "late": Outer(lr=0.7, momentum=0.7, late=True),
 }
-"""Averagings by name. (Stich 2019; Douillard et al. 2023; Lian et al. 2017; McMahan et al. 2017)"""
+"""Averagings by name. (Stich 2019; Douillard et al. 2023; Lian et al. 2017; McMahan et al. 2017;
+Shen et al. 2019, with the momentum of Douillard et al. 2025)"""
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,18 @@ class LocalSteps:
                 f"blocks={self.outer.blocks} have a round each in sync_every={self.sync_every} "
                 "steps: give at most as many blocks as steps"
             )
+        if self.delay > self.sync_every:
+            raise StrategyError(
+                f"delay={self.delay}: one average at a time is under way, so give at most "
+                f"sync_every={self.sync_every}"
+            )
+
+    @property
+    def delay(self) -> int:
+        """Steps from the end of a round until its average is taken up, 0 if not late."""
+        if not self.outer.late:
+            return 0
+        return self.outer.delay or max(1, self.sync_every // 4)
 
     @staticmethod
     def named(text: str) -> bool:

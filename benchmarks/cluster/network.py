@@ -118,10 +118,14 @@ class Network:
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", name, "link", "set", "eth0", "up")
         if self.rate is not None:
-            bits = bits_per_second(self.rate)
-            burst = max(_BURST_BYTES, int(bits / 8 * 1e-3))  # a millisecond's worth
-            shape = ("tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "limit", _QUEUE)
-            _run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *shape)
+            self.limit(node, self.rate)
+
+    def limit(self, node: int, rate: str) -> None:
+        """Limit what a node sends to a rate."""
+        bits = bits_per_second(rate)
+        burst = max(_BURST_BYTES, int(bits / 8 * 1e-3))  # a millisecond's worth
+        shape = ("tbf", "rate", f"{bits:.0f}bit", "burst", f"{burst}b", "limit", _QUEUE)
+        _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", "eth0", "root", *shape)
 
 
 def sent_bytes() -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from autopar import Outer
+from autopar.plan.outer import LocalSteps
 from autopar.runtime.local_steps.block import Block
 from benchmarks.report import about, save
 from benchmarks.slow_links.contenders import LOCAL
@@ -33,7 +34,6 @@ class Setting:
         every: optimizer steps between rounds.
         warm_up: steps over which the learning rate rises, before a cosine; None is constant.
         averages_adam: whether rounds average the moments of Adam too.
-        kept: part of its change that a group keeps until a late average arrives; 1 in autopar.
     """
 
     steps: int = 240
@@ -46,7 +46,6 @@ class Setting:
     layers: int = 4
     warm_up: int | None = None
     averages_adam: bool = False
-    kept: float = 1.0
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, from 1."""
@@ -97,17 +96,25 @@ class Replicas:
     def _have_round(self) -> None:
         if self.outer is None:
             return
-        apart = self.steps - self.outer.warm_up
-        if apart < 0 or apart % self.setting.every:
-            return
+        apart, every = self.steps - self.outer.warm_up, self.setting.every
+        delay = LocalSteps(every, self.outer).delay
         with torch.no_grad():
-            exchange(self.blocks, self.outer, self.setting.kept, plain=not apart)
+            if delay and apart > delay and (apart - delay) % every == 0:
+                self.take_up()
+            if apart < 0 or apart % every:
+                return
+            exchange(self.blocks, plain=not apart)
         if self.setting.averages_adam:
             moments = [
                 [v for state in adam.state.values() for v in state.values() if v.dim()]
                 for adam in self.adams
             ]
             self._average(moments)
+
+    def take_up(self) -> None:
+        """Put a late average in its place, in all groups."""
+        for block in self.blocks:
+            block.take_up()
 
     def _average(self, tables: Sequence[Sequence[Any]]) -> None:
         """Replace tensors of all groups by their mean."""
@@ -126,15 +133,14 @@ class Replicas:
         return made
 
 
-def exchange(blocks: Sequence[Block], outer: Outer, kept: float, *, plain: bool) -> None:
+def exchange(blocks: Sequence[Block], *, plain: bool) -> None:
     """Have a round of all groups, as `Block.average` has it on ranks."""
     changes = [block._changes() for block in blocks]
     mean = {name: sum(each[name] for each in changes) / len(changes) for name in changes[0]}
     for block, own in zip(blocks, changes, strict=True):
-        if outer.late and not plain:
-            block._step(block._landed)
-            block.sent, block._landed = {n: kept * own[n] for n in own}, mean
-            block._set(block.sent)
+        if block.outer.late and not plain:
+            block.sent = own
+            block._landed = {name: value.clone() for name, value in mean.items()}
         else:
             block._step(mean, plain=plain)
             block._set({})
@@ -149,19 +155,7 @@ def train(setting: Setting, outer: Outer | None, text: Tensor, held_out: Tensor)
     ]
     own = validation_loss(replicas.models[0].eval(), held_out, 32, setting.seq)
     mean = validation_loss(replicas.mean_model().eval(), held_out, 32, setting.seq)
-    settled = mean
-    if outer and outer.late:
-        with torch.no_grad():
-            for block in replicas.blocks:
-                block._step(block._landed)
-                block._set({})
-        settled = validation_loss(replicas.models[0].eval(), held_out, 32, setting.seq)
-    return {
-        "validation_loss": own,
-        "of_mean": mean,
-        "settled": settled,
-        "last_losses": losses[-20:],
-    }
+    return {"validation_loss": own, "of_mean": mean, "last_losses": losses[-20:]}
 
 
 def main() -> None:

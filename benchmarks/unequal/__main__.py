@@ -1,5 +1,8 @@
 """Unequal ranks: two ranks on a core each, one of them shared with a busy neighbour.
 
+With `--link` no core is shared. Each rank has a network of its own instead, and one of them sends
+at a quarter of the other's rate (root).
+
 Blocks of steps alternate between all divisions of the rows, the even one, the one of
 `balance="measured"` and the one of `rebalance()` among them. The best is found by exhaustion.
 """
@@ -13,6 +16,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar.ir.placement import proportional_rows
+from benchmarks.cluster.network import Network, bits_per_second
+from benchmarks.faults.warm import enter_namespace
 from benchmarks.launch import free_port
 from benchmarks.models import GPT
 
@@ -43,13 +49,16 @@ def step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> flo
     return time.perf_counter() - begin
 
 
-def train(rank: int, port: int, rows: int, rounds: int, pipe: Any) -> None:
+def train(rank: int, meeting: str, spaces: list[str], rows: int, rounds: int, pipe: Any) -> None:
+    if spaces:
+        enter_namespace(spaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank]})
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"tcp://{meeting}",
         rank=rank,
         world_size=2,
         timeout=datetime.timedelta(seconds=120),
@@ -88,22 +97,40 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--link", metavar="RATE", help="of the fast link, such as 1gbit")
     given = parser.parse_args()
-    context = multiprocessing.get_context("fork")  # spawn does not find what is in __main__
-    ours, theirs = context.Pipe()
-    port, cores = free_port(), sorted(os.sched_getaffinity(0))
-    neighbour = context.Process(target=burn, args=(cores[1],), daemon=True)
-    arguments = port, given.rows, given.rounds, theirs
-    ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(2)]
-    for process in (neighbour, *ranks):
-        process.start()
-    result = ours.recv() | {"torch": torch.__version__}
-    for process in ranks:
-        process.join()
-    neighbour.kill()
+    with ExitStack() as stack:
+        result = measure(given, stack)
     print(json.dumps(result, indent=1))
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
+    """Train under all divisions; return the figures."""
+    context = multiprocessing.get_context("fork")  # spawn does not find what is in __main__
+    ours, theirs = context.Pipe()
+    spaces: list[str] = []
+    if given.link:
+        network = stack.enter_context(Network(2, given.link))
+        network.limit(1, f"{bits_per_second(given.link) / 4:.0f}bit")
+        spaces = [network.namespace(rank) for rank in range(2)]
+        meeting = f"{network.address(0)}:29500"
+    else:
+        core = sorted(os.sched_getaffinity(0))[1]
+        neighbour = context.Process(target=burn, args=(core,), daemon=True)
+        neighbour.start()
+        stack.callback(neighbour.kill)
+        meeting = f"127.0.0.1:{free_port()}"
+    arguments = meeting, spaces, given.rows, given.rounds, theirs
+    ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    slow = f"link of rank 1: a quarter of {given.link}" if given.link else "core of rank 1"
+    result = ours.recv() | {"slow": slow, "torch": torch.__version__}
+    for process in ranks:
+        process.join()
+    return result
 
 
 if __name__ == "__main__":

@@ -12,7 +12,13 @@ from tests.harness.training import fixed
 from tests.harness.worlds import run
 
 SETTING = Setting(steps=7, every=2, rows=6, seq=4, width=12, layers=1, lr=1e-2, warm_up=2)
-OUTERS = [Outer(), Outer(lr=0.7, momentum=0.9), Outer(warm_up=2), Outer(late=True, warm_up=2)]
+OUTERS = [
+    Outer(),
+    Outer(lr=0.7, momentum=0.9),
+    Outer(warm_up=2),
+    Outer(late=True, warm_up=2),
+    Outer(late=True, delay=2, momentum=0.5),
+]
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

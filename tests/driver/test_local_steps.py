@@ -41,6 +41,11 @@ def test_the_planner_takes_the_cheapest_allowed_local_steps() -> None:
     assert autopar.Plan.from_dict(apart.to_dict()) == apart
     slower = planned(["diloco(steps=50)"]).local_steps
     assert slower is not None
+    late = planned(["late(steps=50, delay=1)"])
+    assert late.local_steps is not None
+    assert late.prediction is not None
+    hidden = slower.round_s - late.local_steps.round_s
+    assert hidden == pytest.approx(min(slower.round_s, late.prediction.step_s))
     assert slower.round_s > 2 * steps.round_s, "int8 sends a quarter, over links with a latency"
     assert planned(["diloco(steps=5)"], dp_shard=1).world_size == 1
 

@@ -24,7 +24,7 @@ if rank == 1 and attempt == 0 and mode == "raise":
     raise ValueError("bad data")
 if rank == 1 and attempt == 0 and mode == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60 if attempt == 0 else 0)
+time.sleep(60 if attempt == 0 or mode == "save" else 0)
 """
 
 
@@ -95,6 +95,7 @@ def test_ranks_save_when_told_to_leave(tmp_path: Path, whom: str) -> None:
     os.kill(launcher.pid if whom == "launcher" else ranks[0], signal.SIGTERM)
     assert launcher.wait() == 143
     assert launcher.said(1).count("saved") == 2
+    assert "attempt 1" not in launcher.said(1)
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:

@@ -50,14 +50,12 @@ class Block:
 
     @torch.no_grad()
     def average(self, shares: Sequence[float], *, plain: bool = False) -> None:
-        """Has a round: averages the changes of all groups, or takes up the average before.
+        """Has a round: averages the changes of all groups, or sends them for `take_up`.
 
         `plain` takes the average itself, without the outer optimizer.
         """
         changes = self._changes()
         if self.outer.late and not plain:
-            self._step(self.landed)
-            self._set(changes)
             self.sent, self._flight = changes, self._start(changes, shares)
         else:
             mean = dict(zip(changes, self._start(changes, shares).wait(), strict=True))
@@ -66,6 +64,19 @@ class Block:
             self._step(mean, plain=plain)
             self._set({})
         self.rows = 0.0
+
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Puts the late average in the place of what this group sent; its steps since stay.
+
+        The outer momentum sees each change once, and groups part for a round and the delay only.
+        (Shen et al. 2019, CoCoD-SGD; Douillard et al. 2025, Streaming DiLoCo's overlap)
+        """
+        since = self._changes()
+        self._step(self.landed)
+        self._set(since)
+        for value in (*self.sent.values(), *self._landed.values()):
+            value.zero_()
 
     @property
     def landed(self) -> dict[str, Tensor]:

@@ -111,15 +111,23 @@ class Rounds:
             )
 
     def _have_rounds(self) -> None:
-        outer, every, count = self.local.outer, self.local.sync_every, len(self.blocks)
+        outer, delay = self.local.outer, self.local.delay
         apart = self.steps - outer.warm_up
         for number, block in enumerate(self.blocks, 1):
             if apart < 0:
                 block.rows = 0.0
             elif apart == 0 and outer.warm_up:
                 block.average(self._shares(Outer(), block.rows, ""), plain=True)
-            elif apart and (apart - every * number // count) % every == 0:
-                block.average(self._shares(outer, block.rows, f"{number} {self.steps}"))
+            else:
+                if delay and self._ends_round(number, apart - delay):
+                    block.take_up()
+                if self._ends_round(number, apart):
+                    block.average(self._shares(outer, block.rows, f"{number} {self.steps}"))
+
+    def _ends_round(self, number: int, apart: int) -> bool:
+        """Whether a block's round ends so many steps after the warm-up; blocks are spread."""
+        every = self.local.sync_every
+        return apart > 0 and (apart - every * number // len(self.blocks)) % every == 0
 
     def _shares(self, outer: Outer, rows: float, draw: str) -> list[float]:
         """Share of each group in an average."""

@@ -16,7 +16,7 @@ from tests.harness.worlds import Raised, run
 f64 = torch.float64
 CASES = {
     "diloco": Outer(lr=0.7, momentum=0.9, blocks=2),
-    "late": Outer(late=True, weights="rows"),
+    "late": Outer(late=True, delay=2, momentum=0.5, weights="rows"),
     "ring": Outer(over="ring"),
 }
 
@@ -106,6 +106,7 @@ def test_parameters_without_an_optimizer_are_named() -> None:
         ({"sync_every": 2, "outer": "mean"}, "choose local_sgd"),
         ({"outer": "diloco"}, "give sync_every"),
         ({"sync_every": 2, "outer": Outer(blocks=3)}, "at most as many blocks"),
+        ({"sync_every": 2, "outer": Outer(late=True, delay=3)}, "one average at a time"),
     ],
 )
 def test_contradictions_are_told(options: dict[str, Any], told: str) -> None:
@@ -115,7 +116,7 @@ def test_contradictions_are_told(options: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"over": "mean"}, {"over": "ring", "lr": 0.5}, {"momentum": 1.0}, {"late": 1}],
+    [{"over": "mean"}, {"over": "ring", "lr": 0.5}, {"momentum": 1.0}, {"late": 1}, {"delay": 2}],
 )
 def test_averagings_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(autopar.StrategyError, match=next(iter(options))):

@@ -52,8 +52,9 @@ class Simulation:
         self.parts = parts_of(self.models[0], outer.blocks)
         self.anchors = [values(model) for model in self.models]
         self.velocity = {name: torch.zeros_like(v) for name, v in self.anchors[0].items()}
-        self.sent = [{n: torch.zeros_like(v) for n, v in a.items()} for a in self.anchors]
-        self.arriving = {n: torch.zeros_like(v) for n, v in self.anchors[0].items()}
+        self.sent: list[Values] = [{} for _ in range(groups)]
+        self.arriving: Values = {}
+        self.delay = 0 if not outer.late else outer.delay or max(1, every // 4)
         self.seen = [[0] * groups for _ in self.parts]
         self.steps = 0
 
@@ -91,7 +92,12 @@ class Simulation:
                 for model, anchors in zip(self.models, self.anchors, strict=True):
                     anchors.update({n: v for n, v in values(model).items() if n in names})
                 self.seen[number - 1] = [0] * len(self.models)
-            elif apart % self.every == first % self.every:
+                continue
+            sent_at = apart - self.delay
+            if self.outer.late and sent_at > 0 and (sent_at - first) % self.every == 0:
+                for name in names:
+                    self.take_up(name)
+            if (apart - first) % self.every == 0:
                 for name in names:
                     self.average(name, self.shares(self.seen[number - 1], f"{number} {self.steps}"))
                 self.seen[number - 1] = [0] * len(self.models)
@@ -114,20 +120,31 @@ class Simulation:
                 near = {group, (group - 1) % count, (group + 1) % count}
                 p.copy_(sum(before[each] for each in near) / len(near))
             return
-        changes = [
-            p - anchors[name] - sent[name]
-            for p, anchors, sent in zip(own, self.anchors, self.sent, strict=True)
-        ]
+        changes = [p - anchors[name] for p, anchors in zip(own, self.anchors, strict=True)]
         mean = sum(share * change for share, change in zip(shares, changes, strict=True))
         if self.outer.late:
-            mean, self.arriving[name] = self.arriving[name], mean
+            self.arriving[name] = mean
+            for group, p in enumerate(own):
+                self.sent[group][name] = p.clone()
+            return
+        for group, (p, anchor) in enumerate(zip(own, self.stepped(name, mean), strict=True)):
+            self.anchors[group][name] = anchor
+            p.copy_(anchor)
+
+    def stepped(self, name: str, mean: Tensor) -> list[Tensor]:
+        """Anchors after a step of the outer optimizer."""
         velocity = self.velocity[name].mul_(self.outer.momentum).add_(mean)
-        step = mean + self.outer.momentum * velocity
-        for group, p in enumerate(own):
-            self.anchors[group][name] = anchor = self.anchors[group][name] + self.outer.lr * step
-            p.copy_(anchor + changes[group] if self.outer.late else anchor)
-            if self.outer.late:
-                self.sent[group][name] = changes[group]
+        step = self.outer.lr * (mean + self.outer.momentum * velocity)
+        return [anchors[name] + step for anchors in self.anchors]
+
+    @torch.no_grad()
+    def take_up(self, name: str) -> None:
+        """The result of the round that was sent, and each group's own steps since."""
+        anchors = self.stepped(name, self.arriving[name])
+        for group, (model, anchor) in enumerate(zip(self.models, anchors, strict=True)):
+            p = dict(model.named_parameters())[name]
+            p.copy_(anchor + p - self.sent[group][name])
+            self.anchors[group][name] = anchor
 
 
 def make(
@@ -182,6 +199,8 @@ def test_groups_of_one_rank_follow_the_algorithms() -> None:
             (2, Outer(lr=0.7, momentum=0.9, blocks=2), {}),
             (2, Outer(weights="rows", warm_up=2), {}),
             (2, Outer(lr=0.7, momentum=0.9, late=True), {}),
+            (2, Outer(lr=0.7, momentum=0.9, late=True, delay=2, blocks=2), {}),
+            (3, Outer(lr=0.7, momentum=0.9, late=True, delay=2, warm_up=1), {}),
         ],
     )
 
