@@ -106,7 +106,7 @@ _B200 = "cuBLAS on two cubes (arXiv 2604.23466, tables III and IV)"
 _MAMF = "best products of mamf-finder (github.com/mag-/gpu_benchmark)"
 
 # H100 of 500 W, as Meta has them: "0.6, quick experimental observation with sample large inputs" in
-# torchao's roofline of 2024. In 2025 it says 0.69, for later software.
+# torchao's roofline in its older files; others have 0.69 and 0.78.
 _H100_500W = "large products on such a GPU (torchao/testing/float8/roofline_utils.py of 2024)"
 
 FULL_WAVES = {
