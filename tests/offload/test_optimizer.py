@@ -229,6 +229,15 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
         train(model, optimizer, range(1))
 
 
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    model = make_regressor()
+    optimizer = offloaded(optim.AdamW, model.parameters(), tmp_path)
+    train(model, optimizer, range(1))
+    os.ftruncate(optimizer._storage._file, 0)
+    with pytest.raises(autopar.OffloadError, match=r"was cut short.*Resume from a checkpoint"):
+        train(model, optimizer, range(1))
+
+
 @contextlib.contextmanager
 def buffered(file: int) -> Iterator[int]:
     """The same file for writes of any size."""
