@@ -3,6 +3,7 @@
 A combination recomputes all or nothing, and has activations, parameters and states on storage or
 in memory. One fits a cap if its predicted peak does. Contenders take their steps in turn, and the
 regret is the median step of the chosen plan over the least median of the combinations that fit.
+The same ratio of CPU time stands beside it, for machines that others load.
 Where nothing fits with states in memory, what the error proposes is the choice.
 """
 
@@ -136,7 +137,8 @@ def regret(folder: Path, models: Sequence[str], rounds: int, json: Path | None) 
             document["races"][name] = race(Entrants(CASES[name], str(folder), cluster), rounds)
         gc.collect()
         cells = [cell for each in document["races"].values() for cell in each["caps"]]
-        document["regret"] = summary([cell["regret"] for cell in cells])
+        for kind in ("regret", "cpu_regret"):
+            document[kind] = summary([cell[kind] for cell in cells])
         print(name, document["races"][name], document["regret"], sep="\n", flush=True)
         if json:
             save(json, document)
@@ -149,9 +151,10 @@ def race(entrants: Entrants, rounds: int) -> dict[str, Any]:
     sizes = [each.nbytes for each in found]
     caps = [min(sizes) + int(share * (max(sizes) - min(sizes))) for share in SHARES]
     picked = [entrants.chosen(f"chosen under {cap}", cap) for cap in caps]
-    distinct = {each.program: each for each in [*filter(None, picked), *found][::-1]}
+    distinct = {each.program: each for each in [*filter(None, picked), *found]}
     run(list(distinct.values()), entrants.case, rounds)
     same = [distinct[each.program] if each else None for each in picked]
+    found = [distinct[each.program] for each in found]
     return {
         "combinations": {each.name: figures(each) for each in found},
         "caps": [verdict(found, own, cap) for own, cap in zip(same, caps, strict=True)],
@@ -175,13 +178,16 @@ def run(contenders: Sequence[Contender], case: Case, rounds: int) -> None:
 
 def verdict(found: Sequence[Contender], chosen: Contender | None, cap: int) -> dict[str, Any]:
     """The choice under a cap beside the fastest combination that fits it."""
-    best = min((each for each in found if each.nbytes <= cap), key=lambda each: each.median_s)
+    fitting = [each for each in found if each.nbytes <= cap]
+    best = min(fitting, key=lambda each: each.median_s)
+    least_cpu = min(statistics.median(each.cpu) for each in fitting)
     return {
         "cap": cap,
         "chosen": chosen and (chosen.model.plan.name, chosen.program[-1]),
         "chosen_figures": chosen and figures(chosen),
         "best": best.name,
         "regret": chosen and round(chosen.median_s / best.median_s, 3),
+        "cpu_regret": chosen and round(statistics.median(chosen.cpu) / least_cpu, 3),
     }
 
 
