@@ -25,6 +25,8 @@ PAGE = mmap.PAGESIZE
 PIECE = 4 << 20
 """Bytes that are copied at once to where direct transfers may start."""
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def round_up(size: int, unit: int = PAGE) -> int:
     """The next multiple of `unit`."""
@@ -117,7 +119,7 @@ class BlockStorage:
             while done < extent.size:
                 count = os.preadv(self._file, [view[done:]], extent.offset + done)
                 if not count:
-                    raise OSError(errno.EIO, "the file ends too early")
+                    raise OSError(errno.EIO, "the file was cut short")
                 done += count
         except OSError as error:
             raise self._explain(error, extent.size) from error
@@ -151,9 +153,13 @@ class BlockStorage:
 
     def _explain(self, error: OSError, size: int) -> OffloadError:
         free = shutil.disk_usage(self.folder).free
+        if error.errno in _NO_ROOM:
+            advice = "give a folder with more room"
+        else:
+            advice = "its storage fails, or something changed the file. Resume from a checkpoint"
         return OffloadError(
             f"{size} offloaded bytes cannot be kept in {self.folder} "
-            f"({error.strerror}; {free} bytes are free): give a folder with more room"
+            f"({error.strerror}; {free} bytes are free): {advice}"
         )
 
 

@@ -101,8 +101,8 @@ class OffloadedOptimizer(Optimizer):
     def read_states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Copies of the states of all parameters; the inner optimizer's keys, and "master"."""
         found: dict[torch.Tensor, dict[str, Any]] = {}
-        stored = [entry for entry in self._blocks if entry[1].extent]
-        for _, block in self._stream(stored, changes=False):
+        begun = [entry for entry in self._blocks if entry[1].shadows]
+        for _, block in self._stream(begun, changes=False):
             found |= {p: block.state_of(index) for index, p in enumerate(block.parameters)}
         return {parameter: state for parameter, state in found.items() if state}
 
@@ -201,6 +201,8 @@ class OffloadedOptimizer(Optimizer):
         """Begins to write the states of a block, and frees their memory."""
         assert self._storage is not None
         block.take_layout()
+        if not block.stored_bytes and buffer is None:
+            return
         if block.extent is None or block.stored_bytes > block.extent.size:
             block.extent = self._storage.allocate(block.stored_bytes)
         if buffer is None or len(buffer) < block.extent.size:

@@ -48,8 +48,7 @@ class Strategy:
         recompute: level of activation checkpointing.
         offload: "activations" to keep saved activations on storage between forward and backward,
             "parameters" to keep parameters there between their uses, "activations+parameters" for
-            both, "auto" to allow the first where nothing cheaper fits, "none" or None for memory
-            only.
+            both, "auto" to allow both where nothing cheaper fits, "none" or None for memory only.
         offload_dir: folder on the storage of each rank, for `offload`.
         gather_bytes: size of parameter buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
@@ -200,6 +199,11 @@ class Strategy:
     def pipelined(self) -> bool:
         """Whether a step consists of micro-batches, with or without several stages."""
         return self.stages > 1 or self.micro_batches is not None
+
+    @property
+    def stores_parameters(self) -> bool:
+        """Whether parameters lie on storage, or may if the planner wants it."""
+        return self.offload == "auto" or "parameters" in (self.offload or "")
 
     @property
     def axes(self) -> dict[str, int]:

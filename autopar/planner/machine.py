@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from autopar.cost_model.measurement.storage_bench import measure_storage
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.memory.workspace import Workspace
+from autopar.cost_model.storage import READ, UNMEASURED, WRITE
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.problem import PlanningProblem
 
@@ -40,6 +42,23 @@ class Machine:
     operators: OperatorTimes
     update: UpdateCost
     overhead: Overhead
+
+    def with_stored_states(self, block_bytes: int) -> Machine:
+        """As for an `OffloadedOptimizer` of this optimizer that steps blocks of some bytes.
+
+        Transfers are added to the step as if nothing hid them.
+        """
+        memory, storage = self.overhead.optimizer, self.cluster.storage or UNMEASURED
+        ratio, curve = sum(memory.state), self.update.curve
+        moved = [
+            storage.seconds(READ, round(ratio * size)).seconds
+            + storage.seconds(WRITE, round(ratio * size)).seconds
+            for size in curve.bytes
+        ]
+        seconds = tuple(map(operator.add, curve.seconds, moved))
+        stored = replace(memory, state=(), stored=ratio, block_bytes=block_bytes)
+        update = replace(self.update, curve=replace(curve, seconds=seconds))
+        return replace(self, update=update, overhead=replace(self.overhead, optimizer=stored))
 
 
 def measure_machine(

@@ -43,6 +43,8 @@ class PlanningProblem:
         comm_backend: backend of the collectives, such as "nccl".
         backend: torch.compile backend of the programs.
         device_memory: memory of the running GPUs, None if they are not running.
+        state_block_bytes: bytes of parameters that are stepped at once, as if the optimizer's
+            states were on storage; 0 to plan for the optimizer as it is.
     """
 
     model: str
@@ -58,6 +60,7 @@ class PlanningProblem:
     comm_backend: str
     backend: str = EAGER
     device_memory: DeviceMemory | None = None
+    state_block_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
@@ -89,7 +92,9 @@ class PlanningProblem:
 
     @cached_property
     def state_ratio(self) -> float:
-        """Bytes of optimizer state per byte of parameter."""
+        """Bytes of optimizer state in memory per byte of parameter."""
+        if self.state_block_bytes:
+            return 0.0
         return optimizer_state_ratio(self.optimizer, self.dtype, self.device.type)
 
     @property

@@ -3,6 +3,7 @@
 python -m benchmarks.offload FOLDER              # a step in memory, on storage, and with hooks
 python -m benchmarks.offload FOLDER --exactness  # models x plans x what lies on storage
 python -m benchmarks.offload FOLDER --fits       # under a limit of the process's memory
+python -m benchmarks.offload FOLDER --regret     # the planner's choice beside all combinations
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.offload import regret
 from benchmarks.offload.exactness import CONTENTS, NAMES, PLANS, sweep
 from benchmarks.offload.fits import fits
 from benchmarks.offload.steps import compare
@@ -30,7 +32,8 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--exactness", action="store_true")
     kinds.add_argument("--fits", action="store_true")
-    parser.add_argument("--models", help="for --exactness", **some(NAMES))
+    kinds.add_argument("--regret", action="store_true")
+    parser.add_argument("--models", type=lambda text: text.split(","), metavar="A,B")
     parser.add_argument("--plans", help="for --exactness", **some(PLANS))
     parser.add_argument("--contents", help="for --exactness", **some(CONTENTS))
     parser.add_argument("--limit", type=int, default=512, help="MiB, for --fits")
@@ -38,11 +41,15 @@ def main() -> int:
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, help="also write JSON to this file")
+    parser.add_argument("--json", type=Path, dest="output", help="also write JSON to this file")
     options = parser.parse_args()
     if options.exactness:
-        chosen = options.models, options.plans, options.contents
+        chosen = options.models or NAMES, options.plans, options.contents
         return 0 if sweep(options.folder, *chosen, options.output) else 1
+    if options.regret:
+        names = options.models or regret.NAMES
+        found = regret.regret(options.folder, names, options.rounds, options.output)
+        return 0 if regret.is_low(found["regret"]) else 1
     if options.fits:
         sizes = options.rows or 64, options.width or 512, options.layers or 64
         return 0 if fits(options.folder, options.limit, *sizes, options.output) else 1

@@ -133,7 +133,7 @@ def test_a_file_cut_short_under_the_run(tmp_path: Path) -> None:
         model = autopar.compile(case.make().double(), strategy=away(tmp_path), example_inputs=args)
         loss = model(*args)
     os.ftruncate(offload.storage_in(str(tmp_path))._file, 0)
-    with pytest.raises(autopar.OffloadError, match="ends too early"):
+    with pytest.raises(autopar.OffloadError, match=r"was cut short.*Resume from a checkpoint"):
         loss.backward()
 
 

@@ -5,12 +5,17 @@ import resource
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import autopar
 from tests.harness.models import MODELS
 from tests.harness.reference import batches
+from tests.harness.training import ADAMW
 from tests.harness.worlds import Raised, run_isolated
 from tests.offload.test_parameters import ROWS, away, compiled, trained
 
@@ -20,10 +25,14 @@ pytestmark = pytest.mark.slow
 def with_little_room(rank: int, world_size: int, folder: str, offload: str) -> None:
     if rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
-    trained("gpt", away(folder, zero=3, offload=offload))
+    make: Any = ADAMW
+    if offload == "states":
+        stored = {"folder": folder, "block_bytes": 1 << 14, **ADAMW.keywords}
+        make, offload = partial(autopar.OffloadedOptimizer, torch.optim.AdamW, **stored), "none"
+    trained("gpt", away(folder, zero=3, offload=offload), make)
 
 
-@pytest.mark.parametrize("offload", ["activations", "parameters"])
+@pytest.mark.parametrize("offload", ["activations", "parameters", "states"])
 def test_a_file_that_cannot_grow_on_one_rank(offload: str, tmp_path: Path) -> None:
     answers = run_isolated(
         with_little_room, 2, expect_errors=True, folder=str(tmp_path), offload=offload

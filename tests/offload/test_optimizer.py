@@ -207,6 +207,19 @@ def test_all_ranks_raise_where_one_has_no_folder(tmp_path: Path) -> None:
     run(fail_on_one, 2, folder=str(tmp_path))
 
 
+def test_parameters_without_states(tmp_path: Path) -> None:
+    """SGD without momentum has none, and those of a single number stay in memory."""
+    for kind, values in ((optim.SGD, torch.ones(4)), (optim.AdamW, torch.tensor(1.0))):
+        plain, own = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+        for parameter in (plain, own):
+            parameter.grad = torch.ones_like(parameter)
+        optimizers = kind([plain], lr=0.1), offloaded(kind, [own], tmp_path, lr=0.1)
+        for optimizer in (*optimizers, *optimizers):
+            optimizer.step()
+        assert torch.equal(plain, own)
+        assert optimizers[1].state_dict()["state"] == optimizers[0].state_dict()["state"]
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -226,6 +239,15 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
     with buffered(optimizer._storage._file) as file:
         os.pwrite(file, b"\x01" * 8, 64)
     with pytest.raises(autopar.OffloadError, match="differ from what was written"):
+        train(model, optimizer, range(1))
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    model = make_regressor()
+    optimizer = offloaded(optim.AdamW, model.parameters(), tmp_path)
+    train(model, optimizer, range(1))
+    os.ftruncate(optimizer._storage._file, 0)
+    with pytest.raises(autopar.OffloadError, match=r"was cut short.*Resume from a checkpoint"):
         train(model, optimizer, range(1))
 
 

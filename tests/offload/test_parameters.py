@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,15 @@ def pages(folder: Path) -> int:
         elif inside and line.startswith("Rss:"):
             total += int(line.split()[1]) << 10
     return total
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    model = compiled("gpt", away(tmp_path))
+    (args, _) = next(batches(MODELS["gpt"], [0], ROWS))
+    os.ftruncate(offload.storage_in(str(tmp_path))._file, 0)
+    message = r"was cut short.*Resume from a checkpoint"
+    with everything_leaves(), pytest.raises(autopar.OffloadError, match=message):
+        model(*args)
 
 
 def disk_that_fills(rank: int, world_size: int, folder: str) -> None:

@@ -37,6 +37,8 @@ def build_evaluator(
     model-parallel axes are solved for unless given, or taken from `carried`.
     """
     context, axes = context or SearchContext(), problem.strategy.axes
+    if machine is not None and problem.state_block_bytes:
+        machine = machine.with_stored_states(problem.state_block_bytes)
     base = problem.base()
     base = replace(
         base,

@@ -27,6 +27,7 @@ from autopar.planner.evaluate.candidate import (
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.search.runners_up import runners_up
 from autopar.planner.search.state_bytes import least_state_bytes
+from autopar.planner.storage_choices import on_storage
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
@@ -228,6 +229,7 @@ class _ConfigSearch:
             self.strategy.dp_shard or base.dp_size,
             base.optimizer_state_ratio,
             accumulates=self.strategy.pipelined,
+            stored=self.strategy.stores_parameters,
         )
         return self.cap is None or least <= self.cap * base.model_parallel_size * base.pp_size
 
@@ -275,27 +277,8 @@ class _ConfigSearch:
             return self.evaluate(config)
         found = [self.raised_levels(config)]
         if self.strategy.offload == "auto":
-            found += self.offloaded(config)
+            found += on_storage(self, config, found[0])
         return self.best(found)
-
-    def offloaded(self, config: CandidateConfig) -> Iterator[Candidate | None]:
-        """Candidates of each level of recomputation that fit with the fewest blocks offloaded.
-
-        The last recomputes the fewest blocks beside an offload of all.
-        """
-        levels = LEVELS if self.strategy.recompute is None else (self.strategy.recompute,)
-        everything = replace(config, offload=tuple(self.raise_order))
-        for level in levels:
-            base = self.recomputing(config, level, len(self.raise_order))
-            with_blocks = partial(self.offloading, base)
-            if self.fits(self.evaluate(with_blocks(len(self.raise_order)))):
-                fits_already = self.fits(self.evaluate(base))
-                yield self.evaluate(base) if fits_already else self.fewest_blocks(with_blocks)
-        if len(levels) > 1 and not self.fits(self.evaluate(everything)):
-            yield self.raised_levels(everything)
-
-    def offloading(self, config: CandidateConfig, count: int) -> CandidateConfig:
-        return replace(config, offload=tuple(self.raise_order[:count]))
 
     def raised_levels(self, config: CandidateConfig) -> Candidate | None:
         """The candidate with the least recomputation that fits, raised block by block."""

@@ -120,6 +120,7 @@ def config_of(plan: Plan, strategy: Strategy, blocks: Sequence[str]) -> Candidat
         zero_stages=plan.zero_stages,
         recompute=plan.recompute,
         offload=plan.offload,
+        offload_parameters=plan.offload_parameters,
         gather_bytes=gather_bytes,
         reduce_bytes=reduce_bytes,
         prefetch=plan.prefetch,

@@ -404,7 +404,8 @@ class _MeshSearch(SearchRecord):
         infos, ratio = problem.parameters.values(), problem.state_ratio
         stages = dict(default_config(problem.strategy, problem.blocks, 3).zero_stages)
         gathered = least_gathered_bytes(infos, ranks, ratio) if any(stages.values()) else 0.0
-        return least_state_bytes(infos, stages, ranks, ratio), gathered
+        stored = problem.strategy.stores_parameters
+        return least_state_bytes(infos, stages, ranks, ratio, stored=stored), gathered
 
 
 def _likely_to_fit(strategy: Strategy) -> tuple[bool, int]:

@@ -26,7 +26,10 @@ Replan = Callable[[int, int], Plan]
 STATES = ("parameters", "gradients", "optimizer")
 """Categories of memory that do not depend on the number of rows."""
 
-MAX_REPLANS, MAX_SUGGESTIONS = 7, 3
+STATE_BLOCKS, LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES = 32, 1 << 20, 64 << 20
+"""Blocks of states on storage, and limits of the parameters that are stepped at once."""
+
+MAX_REPLANS, MAX_SUGGESTIONS = 9, 3
 """Limits on further plans, and on changes that a message suggests."""
 
 
@@ -151,7 +154,7 @@ class _OomAdvisor:
     def try_suggestions(self, memory: Mapping[str, int]) -> None:
         """Plans with suggestions until enough of them help; each may depend on earlier results."""
         variations = self.other_graphs(memory), self.other_batch_or_ranks(memory)
-        for suggestion in chain(self.same_graphs(), *variations):
+        for suggestion in chain(self.same_graphs(memory), *variations):
             enough = not self.replans_left or len(self.changes) == MAX_SUGGESTIONS
             if enough or not self.deadline():
                 return
@@ -172,12 +175,29 @@ class _OomAdvisor:
         except (AutoparError, TimeIsOver):
             return None
 
-    def same_graphs(self) -> Iterator[Suggestion]:
+    def states_on_storage(
+        self, problem: PlanningProblem, nbytes: int, where: str, *also: str
+    ) -> Suggestion:
+        """A suggestion of the user's optimizer with its states, of so many bytes, on storage."""
+        block = state_block_bytes(problem)
+        name = _kind(problem.optimizer).__name__
+        given = f"{name}, folder={where!r}, block_bytes={block}"
+        how = f"optimizer=functools.partial(autopar.OffloadedOptimizer, {given})"
+        what = f"states of the optimizer on storage ({human_bytes(nbytes)})"
+        what = f"{what}, and activations or parameters" if also else what
+        stored = replace(problem, state_block_bytes=block)
+        return Suggestion(what, "; ".join((how, *also)), partial(self.make_plan, stored))
+
+    def same_graphs(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
         """Suggestions that need no other captures or measurements."""
         strategy = self.problem.strategy
+        where = strategy.offload_dir or "FOLDER"
+        auto = replace(strategy, offload=strategy.offload or "auto", offload_dir=where)
+        moved = f"Strategy(offload='auto', offload_dir={where!r})"
         if strategy.offload is None:
-            where = strategy.offload_dir or "FOLDER"
-            yield self.strategy_with("storage", False, offload="auto", offload_dir=where)
+            within = replace(self.problem, strategy=auto)
+            what = "activations or parameters on storage"
+            yield Suggestion(what, moved, partial(self.make_plan, within))
         recomputes = strategy.recompute in (None, "full")
         if not recomputes:
             yield self.strategy_with("activations computed again", False, recompute=None)
@@ -185,6 +205,11 @@ class _OomAdvisor:
             yield self.strategy_with("ZeRO as far as needed", zero=None)
             if not recomputes and not self.changes:
                 yield self.strategy_with("both of these", zero=None, recompute=None)
+        if states := memory.get("optimizer", 0):
+            yield self.states_on_storage(self.problem, states, where)
+            if strategy.offload is None and not self.changes:
+                both = replace(self.problem, strategy=auto)
+                yield self.states_on_storage(both, states, where, moved)
 
     def other_graphs(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
         """Suggestions that divide the same batch or the model differently."""
@@ -243,6 +268,20 @@ class _OomAdvisor:
         problem = replace(self.problem, strategy=replace(self.problem.strategy, **changes))
         fields = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         return Suggestion(what, f"Strategy({fields})", partial(self.make_plan, problem), states)
+
+
+def state_block_bytes(problem: PlanningProblem) -> int:
+    """A size for the blocks of an `OffloadedOptimizer`: a part of the parameters of a rank."""
+    sizes = [parameter.bytes for parameter in problem.parameters.values()]
+    each = sum(sizes) // (STATE_BLOCKS * problem.shard_ranks)
+    return min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, each))
+
+
+def _kind(optimizer: Any) -> type:
+    """The class of an optimizer or of a partial factory."""
+    while isinstance(optimizer, partial):
+        optimizer = optimizer.func
+    return optimizer if callable(optimizer) else type(optimizer)
 
 
 def _state_bytes(memory: Mapping[str, int]) -> int:

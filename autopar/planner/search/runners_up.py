@@ -49,6 +49,7 @@ def _identity(candidate: Candidate) -> tuple[object, ...]:
         plan.zero_stages,
         plan.recompute,
         plan.offload,
+        plan.offload_parameters,
         plan.buckets,
         plan.compressions,
         plan.levels,

@@ -15,17 +15,18 @@ def least_state_bytes(
     state_ratio: float,
     *,
     accumulates: bool = False,
+    stored: bool = False,
 ) -> float:
     """Bytes of parameters, gradients and optimizer states under ZeRO over some ranks.
 
     Axes of the model divide these evenly at best. There are `state_ratio` bytes of optimizer state
     per byte of a parameter, and each block has a ZeRO stage. Where micro-batches accumulate, stage
-    1 keeps gradients whole.
+    1 keeps gradients whole. `stored` says that parameters may lie on storage.
     """
     least = 0.0
     for info in parameters:
         stage, share = zero_stages[info.block], largest_share(info, ranks)
-        copies = share if stage == 3 else 1.0
+        copies = 0.0 if stored else share if stage == 3 else 1.0
         if info.requires_grad:
             copies += state_ratio * (share if stage else 1.0)
             copies += share if stage > accumulates else 1.0

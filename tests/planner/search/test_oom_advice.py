@@ -11,7 +11,7 @@ from autopar.errors import BatchError, Change, OutOfMemoryError
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.oom_advice import plan_or_advise
+from autopar.planner.search.oom_advice import MakePlan, plan_or_advise
 from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
@@ -40,10 +40,21 @@ def answer(problem: PlanningProblem) -> Plan:
     return plan_of(problem, memory, 1.0 / cap)
 
 
-def failure(memory: int, strategy: Strategy) -> OutOfMemoryError:
+def answer_from_storage(problem: PlanningProblem) -> Plan:
+    """As `answer`, but parameters and states leave memory if they may."""
+    if not problem.strategy.stores_parameters and not problem.state_block_bytes:
+        return answer(problem)
+    memory = dict(NEEDS) | ({"parameters": 30} if problem.strategy.stores_parameters else {})
+    memory |= {"optimizer": 60} if problem.state_block_bytes else {}
+    if (need := sum(memory.values())) > (problem.memory or 0):
+        raise OutOfMemoryError("", need - (problem.memory or 0))
+    return plan_of(problem, memory, 1.0)
+
+
+def failure(memory: int, strategy: Strategy, make: MakePlan = answer) -> OutOfMemoryError:
     problem = problem_of(MODELS["gpt"].make(), strategy, memory=memory)
     with pytest.raises(OutOfMemoryError) as error:
-        plan_or_advise(problem, answer)
+        plan_or_advise(problem, make)
     return error.value
 
 
@@ -76,6 +87,22 @@ def test_only_what_can_help_is_planned() -> None:
         "Strategy(zero=None, recompute=None)",
         "memory=1300",
     ]
+
+
+AUTO = "Strategy(offload='auto', offload_dir='FOLDER')"
+STATES = (
+    "optimizer=functools.partial(autopar.OffloadedOptimizer, AdamW, folder='FOLDER', "
+    "block_bytes=1048576)"
+)
+
+
+@pytest.mark.parametrize(
+    ("memory", "hows"), [(1100, [AUTO, STATES]), (800, [STATES]), (500, [f"{STATES}; {AUTO}"])]
+)
+def test_storage_is_proposed_for_parameters_and_states(memory: int, hows: list[str]) -> None:
+    changes = failure(memory, replace(WHOLE, recompute="full"), answer_from_storage).changes
+    assert [change.how for change in changes if "FOLDER" in change.how] == hows
+    assert "states of the optimizer on storage (600 B)" in str([each.what for each in changes])
 
 
 def test_the_cap_of_a_device_is_that_of_the_failure() -> None:
