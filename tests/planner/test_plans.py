@@ -82,10 +82,10 @@ def test_a_cap_is_kept_by_mixing_stages_or_recomputing(share: float) -> None:
 def test_buckets_are_smaller_where_nothing_else_makes_it_fit() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)), nn.LayerNorm(512))
     strategy, rows = autopar.Strategy(zero=0, recompute="none"), torch.zeros(8, 512)
-    make = partial(autopar.plan, model, 4, example_inputs=rows, strategy=strategy)
-    plain = make()
+    make = partial(autopar.plan, model, 4, example_inputs=rows)
+    plain = make(strategy=replace(strategy, reduce_bytes=16 << 20))
     cap = peak(plain) - (2 << 20)
-    plan = make(memory=cap)
+    plan = make(strategy=strategy, memory=cap)
     assert peak(plan) <= cap
     assert plan.zero_stages == plain.zero_stages
     assert len(plan.buckets.reduce) > len(plain.buckets.reduce)
