@@ -18,7 +18,7 @@ from autopar.errors import CommunicationError
 LAUNCHED = "AUTOPAR_LAUNCHED"
 """Environment variable of ranks that `autopar run` has started: seconds to wait for it."""
 
-SIGNS = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL", "peer")
+SIGNS = ("onnection", "imed out", "timeout", "gloo", "NCCL", "peer")
 
 _reported_before = sys.excepthook
 

@@ -11,6 +11,7 @@ from autopar.runtime.lost_peers import is_lost_peer, wait_for_launcher
 
 def test_errors_of_communication() -> None:
     assert is_lost_peer(RuntimeError("[gloo/tcp/pair.cc:537] Connection reset by peer"))
+    assert is_lost_peer(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost_peer(torch.OutOfMemoryError("NCCL buffers"))
     assert not is_lost_peer(ValueError("peer"))
