@@ -44,6 +44,9 @@ PROOFS_SHARE = 0.75
 LOWERING_RATIO = 1.6
 """Seconds to capture and lower a model over the seconds to capture it."""
 
+PIPELINE_RATIO = 40
+"""The same with the configurations and schedules of a pipeline, of a GPT under a cap."""
+
 
 class OfflineDriver(Driver):
     """Captures, measures and plans in one process, for ranks that need not be running."""
@@ -188,7 +191,8 @@ class OfflineDriver(Driver):
         The first capture of a process also imports and compiles, so others count if there are any.
         """
         node_s = max(self._node_s[1:] or self._node_s, default=0.0)
-        return LOWERING_RATIO * node_s * self._models.whole_nodes()
+        ratio = PIPELINE_RATIO if problem.strategy.stages > 1 else LOWERING_RATIO
+        return ratio * node_s * self._models.whole_nodes()
 
     def _capture_micro_batch(self, ranks: int, micro_batches: int) -> TrainingGraph:
         return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache)

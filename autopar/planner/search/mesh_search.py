@@ -341,7 +341,7 @@ class _MeshSearch(SearchRecord):
                 continue
             try:
                 own = estimate(replace(self.problem, strategy=strategy))
-                if own.is_data_parallel and "tp" in self.problem.strategy.search:
+                if own.is_data_parallel and self.leaves_out_data_parallel():
                     raise StrategyError(UNDIVIDED)
                 found.append(own)
                 self.raise_bound(strategy, own.least_s)
@@ -359,6 +359,10 @@ class _MeshSearch(SearchRecord):
             (rest if self.group(each.strategy) in seen else first).append(each)
             seen.add(self.group(each.strategy))
         return first + rest
+
+    def leaves_out_data_parallel(self) -> bool:
+        """Whether tp is open, and no plan will be run, which might tell equal ones apart."""
+        return "tp" in self.problem.strategy.search and not self.autotunes
 
     def leave_out(self, strategy: Strategy) -> None:
         """Records a mesh without an estimate, unless it was planned."""
