@@ -361,8 +361,13 @@ class _MeshSearch(SearchRecord):
         return first + rest
 
     def leaves_out_data_parallel(self) -> bool:
-        """Whether tp is open, and no plan will be run, which might tell equal ones apart."""
-        return "tp" in self.problem.strategy.search and not self.autotunes
+        """Whether meshes whose tp divides rows alone cannot be faster than the best plan.
+
+        They can where parameters are gathered, which fewer ranks then do. Plans that will be run
+        may be told apart by that.
+        """
+        gathers = self.best is not None and any(n == 3 for _, n in self.best.zero_stages)
+        return "tp" in self.problem.strategy.search and not self.autotunes and not gathers
 
     def leave_out(self, strategy: Strategy) -> None:
         """Records a mesh without an estimate, unless it was planned."""
