@@ -389,7 +389,7 @@ class _MeshSearch(SearchRecord):
         best_s = step_s(self.best)
         patient = self.without_gain[self.group(estimate.strategy)] < PATIENCE
         likely = estimate.step_s < self.margin * MARGIN * best_s and patient
-        return likely and estimate.least_s < best_s
+        return likely and estimate.least_s < self.margin * best_s
 
     def states_fit(self, strategy: Strategy) -> bool:
         """Whether parameters, gradients and states fit if axes of the model divide them evenly."""
