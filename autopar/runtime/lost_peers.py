@@ -18,7 +18,9 @@ from autopar.errors import CommunicationError
 LAUNCHED = "AUTOPAR_LAUNCHED"
 """Environment variable of ranks that `autopar run` has started: seconds to wait for it."""
 
-SIGNS = ("onnection", "imed out", "timeout", "gloo", "NCCL", "peer")
+SIGNS = (
+    "Connection", "connection", "Timed out", "timed out", "timeout", "gloo", "NCCL", "peer",
+)  # fmt: skip
 
 _reported_before = sys.excepthook
 

@@ -94,7 +94,7 @@ class Entrants:
             yield self.compiled(name, ROOMY, states="states" in used, **options)
 
     def chosen(self, name: str, cap: int) -> Contender | None:
-        """What the planner chooses under a cap, or proposes; None if that is nothing."""
+        """The planner's choice under a cap, else its proposal; None if there is neither."""
         try:
             return self.compiled(name, cap, states=False, offload="auto")
         except autopar.OutOfMemoryError as error:

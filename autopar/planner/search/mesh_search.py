@@ -341,14 +341,17 @@ class _MeshSearch(SearchRecord):
                 continue
             try:
                 own = estimate(replace(self.problem, strategy=strategy))
-                if own.is_data_parallel and self.leaves_out_data_parallel():
-                    raise StrategyError(UNDIVIDED)
-                found.append(own)
-                self.raise_bound(strategy, own.least_s)
             except TimeIsOver:
                 self.leave_out(strategy)
+                continue
             except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
                 self.refusals.setdefault(mesh_name(strategy), refusal)
+                continue
+            if own.is_data_parallel and self.leaves_out_data_parallel():
+                self.refusals.setdefault(mesh_name(strategy), StrategyError(UNDIVIDED))
+                continue
+            found.append(own)
+            self.raise_bound(strategy, own.least_s)
         found.sort(key=lambda each: (each.step_s, each.least_bytes))
         if not self.autotunes:
             return found
