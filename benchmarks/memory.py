@@ -2,8 +2,9 @@
 
 It counts blocks of torch's CPU allocator by the profiler's `[memory]` records, below the
 dispatcher. Limits: only allocations of the training loop's thread are recorded, and tensors from
-before, such as batches, do not count. A block that a gloo thread frees counts until its address is
-used again, so every step is taken to begin with the least bytes of any of its kind.
+before, such as batches, do not count. A block that another thread frees, such as
+gloo's or one in which Python collects garbage, counts until its address is used again. So every
+step is taken to begin with the least bytes of any of its kind.
 """
 
 from __future__ import annotations

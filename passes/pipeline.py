@@ -41,6 +41,7 @@ def build_pass_pipeline(
     backend: str,
     *,
     op_strategies: Sequence[NodeStrategies] = (),
+    micro_batches: int = 1,
     hold: bool = False,
     held: tuple[str, ...] = (),
     compiled: bool = False,
@@ -54,6 +55,7 @@ def build_pass_pipeline(
         backend: torch.distributed backend to lower collectives for.
         op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order;
             nodes along axes left out are replicated.
+        micro_batches: number of micro-batches of a rank, of which the graph computes one.
         hold: keep gradients unreduced, as under `no_sync`.
         held: parameters with unreduced gradients from earlier calls.
         compiled: whether a compiler that fuses operators follows.
@@ -62,7 +64,9 @@ def build_pass_pipeline(
     Raises:
         StrategyError: the graph would be wrong without a pass in `disable`, or a name is unknown.
     """
-    model = build_model_pipeline(plan, rank, op_strategies=op_strategies)
+    model = build_model_pipeline(
+        plan, rank, op_strategies=op_strategies, micro_batches=micro_batches
+    )
     stage = build_stage_pipeline(plan, rank, backend, hold=hold, held=held, compiled=compiled)
     return (model + stage).without(disable)
 

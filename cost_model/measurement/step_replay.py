@@ -12,9 +12,11 @@ median round. Means add up, medians do not.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,6 +34,8 @@ from autopar.cost_model.kernels.signature import time_key
 from autopar.cost_model.memory.peak import simulate_memory
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Parameter
+
+log = logging.getLogger(__name__)
 
 c10d = torch.ops._c10d_functional
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
@@ -82,9 +86,13 @@ def replay_step(
     The graphs of a rank take turns for `budget_s` seconds, three rounds of each at least. The
     result is the same on every rank, and empty if a graph cannot be run or needs too much memory.
     """
-    programs = _prepared(graphs, ranks)
-    if not programs:
-        return {}
+    with _prepared(graphs, ranks) as programs:
+        return _times(programs, ranks, budget_s) if programs else {}
+
+
+def _times(
+    programs: Sequence[TimedProgram], ranks: ReplayGroup, budget_s: float
+) -> dict[str, float]:
     first = max(ranks.gather(sum(sum(program.run(ranks)) for program in programs)))
     rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(budget_s / first)))
     runs = [[program.run(ranks) for program in programs] for _ in range(rounds)]
@@ -94,8 +102,6 @@ def replay_step(
         for table in tables:
             for key, seconds in table.items():
                 times.setdefault(key, []).extend(scale * s for s in seconds)
-    for program in programs:
-        program.release()
     return {key: statistics.mean(seconds) for key, seconds in times.items()}
 
 
@@ -118,19 +124,25 @@ def _scaled(
     return scale, [table for _, table in by_rank]
 
 
-def _prepared(graphs: Sequence[TrainingGraph], ranks: ReplayGroup) -> list[TimedProgram]:
-    """The programs of graphs, after one run; none if that fails on any rank."""
+@contextlib.contextmanager
+def _prepared(
+    graphs: Sequence[TrainingGraph], ranks: ReplayGroup
+) -> Iterator[Sequence[TimedProgram]]:
+    """The programs of graphs after one run, none if that fails on any rank; released at the end."""
     need = max((simulate_memory(graph).peak for graph in graphs), default=0)
     free = free_memory_bytes()
-    programs: list[TimedProgram] = []
-    if all(ranks.gather(not free or need * ranks.sharing < _MEMORY_SHARE * free)):
+    suffices = all(ranks.gather(not free or need * ranks.sharing < _MEMORY_SHARE * free))
+    with contextlib.ExitStack() as made:
+        programs, failed = list[TimedProgram](), not suffices
         try:
-            programs = [TimedProgram(graph) for graph in graphs]
-            for program in programs:
+            for graph in graphs if suffices else ():
+                programs.append(program := TimedProgram(graph))
+                made.callback(program.release)
                 program.run(SINGLE_RANK)
-        except Exception:  # some operator rejects random values: operators are then timed alone
-            programs = []
-    return programs if all(ranks.gather(bool(programs))) else []
+        except Exception as error:  # operators are then timed alone
+            log.debug("a step cannot be replayed: %r", error)
+            failed = True
+        yield [] if any(ranks.gather(failed)) else programs
 
 
 class TimedProgram:
@@ -144,8 +156,6 @@ class TimedProgram:
         self._ticks: list[float] = []
         self._group: str | None = None
         self._pending: dict[str, torch.Tensor] = {}
-        with torch.random.fork_rng([]):
-            self._arguments = arguments_of(graph)
         module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
         calls = [node for node in module.graph.nodes if node.op == "call_function"]
         known = [(node, time_key(node), issuer(node) if is_wait(node) else None) for node in calls]
@@ -154,6 +164,8 @@ class TimedProgram:
         module.graph.set_codegen(BoxedCodeGen())
         module.recompile()
         self._program = module.forward
+        with torch.random.fork_rng([]):
+            self._arguments = arguments_of(graph)
 
     def run(self, ranks: ReplayGroup) -> list[float]:
         """Seconds of each interval of one run, from a common start."""

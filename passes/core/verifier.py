@@ -20,7 +20,7 @@ from autopar.ir.graph import (
 from autopar.ir.mesh_levels import axis_of_level
 from autopar.ir.placement import Partial, Replicate, Shard, Varying
 from autopar.ir.roles import Gradient, Output, Parameter
-from autopar.passes.core.collective_ops import axis_of, kind_of, starts
+from autopar.passes.core.collective_ops import axis_of, kind_of, op_of, starts
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 TAKES: Mapping[str, tuple[type, ...]] = {
@@ -66,7 +66,7 @@ def well_formed(graph: TrainingGraph) -> None:
 
 
 def collectives_are_fed(graph: TrainingGraph) -> None:
-    """Each collective has one wait, and operands of a placement in `TAKES`."""
+    """Each collective has one wait, operands of a placement in `TAKES`, and their reduction."""
     for start in starts(graph):
         if len(start.users) != 1:
             raise _error(graph, start, f"has {len(start.users)} waits instead of one")
@@ -76,6 +76,9 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
             placement = operand.meta.get("placement")  # type: ignore[union-attr]
             if placement is not None and not isinstance(placement, TAKES[kind_of(start)]):
                 raise _error(graph, start, f"is given {operand}, which is {placement}")
+            if isinstance(placement, Partial) and placement.op != op_of(start):
+                what = f"reduces {operand} by {op_of(start)!r}, but it is {placement}"
+                raise _error(graph, start, what)
 
 
 def lowered_are_waited(graph: TrainingGraph) -> None:

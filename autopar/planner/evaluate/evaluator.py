@@ -125,5 +125,9 @@ class SpmdEvaluator(Evaluator):
         """Passes with cached results, and passes that depend on buckets and overlap."""
         setup = self.setup
         return build_pass_pipeline(
-            plan, 0, setup.comm_backend, op_strategies=setup.op_strategies
+            plan,
+            0,
+            setup.comm_backend,
+            op_strategies=setup.op_strategies,
+            micro_batches=setup.micro_batches,
         ).split(BucketCollectives, ScheduleOverlap)

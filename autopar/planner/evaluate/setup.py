@@ -60,6 +60,7 @@ class EvaluationSetup:
         base: plan without the choices of a configuration.
         overhead: bytes allocated in addition to the graph's tensors.
         op_strategies: strategies of the graph along each model-parallel axis.
+        micro_batches: number of micro-batches of a rank, of which the graph computes one.
         note: callback for every simulated plan.
         deadline: callback; returns whether there is time for another candidate.
     """
@@ -73,6 +74,7 @@ class EvaluationSetup:
     overhead: Overhead
     comm_backend: str
     op_strategies: tuple[NodeStrategies, ...] = ()
+    micro_batches: int = 1
     note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
     deadline: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
 

@@ -78,9 +78,10 @@ def measure_problem(
         configs += [replace(config, compress=method) for config in configs for method in methods]
     lowered, nodes, strategies = [], dict[str, fx.Node](), strategies or {}
     for count, graph in graphs.items():
-        evaluator = build_evaluator(problem, graph, None, op_strategies=strategies.get(count))
+        whole = build_evaluator(problem, graph, None, op_strategies=strategies.get(count)).setup
+        setup = replace(whole, micro_batches=count)
+        evaluator = SpmdEvaluator(setup)
         lowered += [evaluator.lowered(config) for config in dict.fromkeys(configs)]
-        setup = evaluator.setup
         # the solver prices unpartitioned operators too
         for axes in range(len(setup.op_strategies)):
             partial = replace(setup, op_strategies=setup.op_strategies[:axes])

@@ -1,3 +1,4 @@
+import gc
 import statistics
 
 import pytest
@@ -76,6 +77,22 @@ def test_what_cannot_be_rehearsed_is_left_alone():
     bad.args = (x, x)
     assert replay_step([g.give({Output(0): bad})]) == {}
     assert replay_step([]) == {}
+
+
+def test_a_program_that_cannot_run_keeps_no_tensors():
+    g = Sketch()
+    x = g.take(Input(0), 1237)
+    bad = g.call(aten.mm.default, *(g.take(Input(i), 4, 4) for i in (1, 2)))
+    bad.args = (x, x)
+    graph = g.give({Output(0): bad})
+    gc.collect()
+    gc.disable()
+    try:
+        assert replay_step([classifier(), graph]) == {}
+        kept = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+    finally:
+        gc.enable()
+    assert not [tensor for tensor in kept if tensor.shape in {(1237,), (7, 16)}]
 
 
 def _rehearse_live(rank: int, world_size: int) -> tuple:

@@ -152,6 +152,16 @@ def test_a_sum_too_many() -> None:
     assert "is given getitem, which is R" in fails(statistics(), twice)
 
 
+def test_another_reduction_than_the_operand_waits_for() -> None:
+    """Gradients that a pass reduces by their maximum would be wrong on every rank."""
+
+    def largest(graph: TrainingGraph) -> None:
+        (start,) = [s for s in starts(graph) if s.args[0] == [node(graph, "div_scalar")]]
+        start.args = (*start.args[:2], "max")
+
+    assert "reduces div_scalar by 'max', but it is P(sum)" in fails(statistics(), largest)
+
+
 def test_a_missing_wait() -> None:
     def forget(graph: TrainingGraph) -> None:
         graph.graph.inserting_before(graph.backward_start)

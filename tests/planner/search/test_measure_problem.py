@@ -1,0 +1,51 @@
+"""The programs that are timed before a search."""
+
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.capture.batch_slices import capture_of_rank
+from autopar.cost_model.measurement.step_replay import SINGLE_RANK, TimedProgram
+from autopar.ir.graph import TrainingGraph
+from autopar.planner.search import measure_problem as measuring
+from tests.harness.models import MODELS
+from tests.planner.problems import problem_of
+
+
+class _StopError(Exception):
+    """Ends the measurement before it begins."""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pp": 4, "micro_batches": 4},
+        {"pp": 2, "tp": 2, "micro_batches": 2},
+        {"pp": 2, "micro_batches": 2},
+        {"tp": 4, "micro_batches": 2},
+        {"micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_programs_of_one_micro_batch_run(
+    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is summed over the micro-batches, which no program of one of them can do."""
+    programs: list[TrainingGraph] = []
+
+    def stop(graphs: list[TrainingGraph], *rest: Any, **options: Any) -> None:
+        programs.extend(graphs)
+        raise _StopError
+
+    monkeypatch.setattr(measuring, "measure_machine", stop)
+    case, strategy = MODELS["gpt"], autopar.Strategy(**sizes, zero=0)  # type: ignore[arg-type]
+    model, count = case.make(), sizes["micro_batches"]
+    problem = problem_of(model, strategy, memory=1 << 40)
+    inputs = case.batch(8, 0)[0]
+    graph = capture_of_rank(model, inputs, 0, problem.dp_size, micro_batches=count)
+    with pytest.raises(_StopError):
+        measuring.measure_problem(problem, {count: graph}, live=False)
+    assert programs
+    for program in programs:
+        assert TimedProgram(program).run(SINGLE_RANK)
