@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from autopar._torch import pytree
+from autopar.autotune.round_times import RoundTimes
 from autopar.cost_model.host import free_memory_bytes
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.errors import AutoparError, CommunicationError, DisagreementError
@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WARMUP_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 2, 5, 21
+WARMUP_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 2, 5, 60
 """Number of untimed rounds, and limits on the number of timed rounds."""
 
-FINALIST_MARGIN = 1.15
-"""Maximum ratio of a finalist's median step time to the fastest, after `MIN_ROUNDS`."""
-
-BUDGET_S = 12.0
-"""Time for the rounds of the finalists, in seconds."""
+BUDGET_S = 20.0
+"""Seconds of steps after which no round begins, beyond the fewest."""
 
 SHORT_STEP_S = 0.5
 """Step time in seconds below which an untimed step precedes each timed one, to warm caches."""
@@ -57,12 +54,14 @@ class Trial:
     Attributes:
         plans: plans that ran on all ranks.
         seconds: step time in seconds of each on the slowest rank; empty if fewer than two ran.
-        rounds: timed rounds of the finalists.
+        tied: indices of the fastest plan and of plans that were not found slower.
+        rounds: timed rounds of these.
         notes: plans that were dropped, with the reasons.
     """
 
     plans: tuple[Plan, ...]
     seconds: tuple[float, ...] = ()
+    tied: tuple[int, ...] = ()
     rounds: int = 0
     notes: tuple[str, ...] = ()
 
@@ -74,7 +73,7 @@ def benchmark_plans(
     kwargs: Mapping[str, Any],
     optimizer: Optimizer,
 ) -> Trial:
-    """Trains each plan for a few steps of one call, and plans near the fastest for more steps.
+    """Trains each plan for a few steps of one call, and plans not found slower for more steps.
 
     A plan that runs out of memory on any rank is dropped on all, and the others start again.
     Collective: all ranks must call it.
@@ -92,7 +91,10 @@ def benchmark_plans(
             try:
                 for plan in left:
                     runners.add(plan)
-                return Trial(tuple(left), *_run(runners), tuple(notes))
+                times = _run(runners)
+                seconds = tuple(times.medians().values())
+                rounds = len(times.rounds)
+                return Trial(tuple(left), seconds, tuple(times.left), rounds, tuple(notes))
             except _DroppedError as dropped:
                 index, why = dropped.args
                 notes.append(f"{left.pop(index).name} is no candidate: {why}")
@@ -101,8 +103,8 @@ def benchmark_plans(
     return Trial(tuple(left or plans[:1]), notes=tuple(notes))
 
 
-def _run(runners: _Runners) -> tuple[tuple[float, ...], int]:
-    """Step time of each runner on the slowest rank, in seconds, and the finalists' rounds."""
+def _run(runners: _Runners) -> RoundTimes:
+    """Times rounds until one plan is left, or the time is over; equal on all ranks."""
     every = range(len(runners.made))
     start = time.perf_counter()
     for _ in range(WARMUP_ROUNDS):
@@ -110,49 +112,33 @@ def _run(runners: _Runners) -> tuple[tuple[float, ...], int]:
         for index in every:
             runners.step(index)
     step_s = max(gather_objects(time.perf_counter() - start)) / len(every)
-    warm = step_s < SHORT_STEP_S
-    table = _time_rounds(runners, every, range(MIN_ROUNDS), warm=warm)
-    first = _medians(table)
-    finalists = [i for i, s in enumerate(first) if s <= FINALIST_MARGIN * min(first)]
-    affordable = int(BUDGET_S / (step_s * (1 + warm) * len(finalists)))
-    more = min(MAX_ROUNDS - MIN_ROUNDS, affordable) if len(finalists) > 1 else 0
-    rounds = range(MIN_ROUNDS, MIN_ROUNDS + more)
-    final_table = _time_rounds(runners, finalists, rounds, warm=warm)
-    last = _medians([*([row[i] for i in finalists] for row in table), *final_table])
-    drift = statistics.fmean(last) / statistics.fmean(first[i] for i in finalists)
-    final = dict(zip(finalists, last, strict=True))
-    seconds = (final.get(i, drift * median) for i, median in enumerate(first))
-    return tuple(seconds), MIN_ROUNDS + more
+    warm, spent_s = step_s < SHORT_STEP_S, 0.0
+    times = RoundTimes(list(every))
+    for number in range(MAX_ROUNDS):
+        seconds = _time_round(runners, times.left, number, warm=warm)
+        times.add(seconds)
+        spent_s += (1 + warm) * sum(seconds)
+        if number + 1 >= MIN_ROUNDS:
+            times.rule_out()
+            if len(times.left) == 1 or spent_s > BUDGET_S:
+                break
+    return times
 
 
-def _time_rounds(
-    runners: _Runners, chosen: Sequence[int], rounds: Sequence[int], *, warm: bool
-) -> list[list[float]]:
-    """Step times by round and chosen runner, on the slowest rank; a `warm` step is not timed.
+def _time_round(
+    runners: _Runners, chosen: Sequence[int], number: int, *, warm: bool
+) -> list[float]:
+    """Step times of chosen runners, on the slowest rank; a `warm` step is not timed.
 
-    The order of the runners is shuffled by the round, equally on all ranks.
+    The order of the runners is shuffled by the number of the round, equally on all ranks.
     """
-    local = []
-    for number in rounds:
-        order, seconds = list(range(len(chosen))), [0.0] * len(chosen)
-        random.Random(number).shuffle(order)
-        for i in order:
-            if warm:
-                runners.step(chosen[i])
-            seconds[i] = runners.timed_step(chosen[i])
-        local.append(seconds)
-    return [
-        [max(ranks) for ranks in zip(*by_rank, strict=True)]
-        for by_rank in zip(*gather_objects(local), strict=True)
-    ]
-
-
-def _medians(table: Sequence[Sequence[float]]) -> list[float]:
-    """Median step times, normalised by the mean of each round to cancel machine drift."""
-    means = [statistics.fmean(row) for row in table]
-    relative = [[each / mean for each in row] for row, mean in zip(table, means, strict=True)]
-    typical = statistics.median(means)
-    return [typical * statistics.median(column) for column in zip(*relative, strict=True)]
+    order, seconds = list(range(len(chosen))), [0.0] * len(chosen)
+    random.Random(number).shuffle(order)
+    for i in order:
+        if warm:
+            runners.step(chosen[i])
+        seconds[i] = runners.timed_step(chosen[i])
+    return [max(ranks) for ranks in zip(*gather_objects(seconds), strict=True)]
 
 
 class _DroppedError(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree
-from autopar.autotune.race import benchmark_plans, memory_budget
+from autopar.autotune.race import Trial, benchmark_plans, memory_budget
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp
 from autopar.planner.machine import ranks_of
@@ -32,6 +32,12 @@ FEATURE_MARGIN = 1.6
 If ranks outnumber cores, step times of pipelines are underestimated by up to 1.55 times
 (`benchmarks/results/regret-2026-11-22.json`).
 """
+
+
+TIE = 1.03
+"""Maximum ratio of step times of plans that tie, if no test tells them apart."""
+
+TIED = "as fast in a trial, with more pipeline stages or tensor-parallel ranks"
 
 
 def select_plans(best: Plan, others: Iterable[Plan], count: int, budget: int | None) -> list[Plan]:
@@ -91,20 +97,32 @@ def _features(plan: Plan) -> tuple[object, ...]:
     )
 
 
-def with_measured_times(plans: Sequence[Plan], seconds: Sequence[float], rounds: int) -> Plan:
-    """The plan with the shortest measured step in seconds, with the others as runners-up."""
+def with_measured_times(trial: Trial) -> Plan:
+    """The plan with the shortest measured step, with the others as runners-up.
+
+    Of tied plans with nearly equal times, the plan with the fewest pipeline stages and
+    tensor-parallel ranks wins.
+    """
+    plans, seconds, rounds = trial.plans, trial.seconds, trial.rounds
     least = min(seconds)
-    best = plans[seconds.index(least)]
+    nearly = [plans[i] for i in trial.tied if seconds[i] <= TIE * least]
+    best = min(
+        nearly or [plans[seconds.index(least)]],
+        key=lambda plan: (plan.pp_size * plan.model_parallel_size, seconds[plans.index(plan)]),
+    )
+    chosen_s = seconds[plans.index(best)]
     times = [
         f"{plan.name}: {measured * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
         for measured, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
     ]
     ran = f"{len(plans)} plans that ran for up to {rounds} steps each"
-    note = f"the fastest of {ran}: {'; '.join(times)}"
+    place = "the fastest" if chosen_s == least else "as fast as the fastest"
+    note = f"{place} of {ran}: {'; '.join(times)}"
     runners_up = {other.name: other for other in plans[0].runners_up}
     for plan, measured in zip(plans, seconds, strict=True):
         if plan.prediction is not None:
-            why = f"{(measured - least) * 1e3:.2f} ms slower in a trial"
+            more = (measured - chosen_s) * 1e3
+            why = f"{more:.2f} ms slower in a trial" if more >= 0 else TIED
             runners_up[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
     runners_up.pop(best.name)
     fastest = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]
@@ -144,7 +162,7 @@ def benchmark_and_pick(
     trial = benchmark_plans(module.copy_with_plan, plans, args, kwargs, optimizer)
     best = trial.plans[0]
     if trial.seconds:
-        best = with_measured_times(trial.plans, trial.seconds, trial.rounds)
+        best = with_measured_times(trial)
     return replace(best, notes=(*best.notes, *trial.notes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -26,7 +27,11 @@ from autopar.planner.placement.follow import follow
 from autopar.planner.placement.unmeasured import repartition
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.measure_problem import measure_problem, provisional_strategies
+from autopar.planner.search.measure_problem import (
+    GraphStrategies,
+    measure_problem,
+    strategies_to_replay,
+)
 from autopar.planner.search.mesh_search import EstimateMesh
 from autopar.planner.search.oom_advice import plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
@@ -49,6 +54,13 @@ from autopar.runtime.process_groups import make_mesh
 
 COLLECTIVES_BUDGET_S = 15.0
 """Time to measure the collectives of every mesh, where the mesh is searched."""
+
+MAX_REPLAYED = 3
+"""Number of solutions of a mesh whose programs are replayed.
+
+The first is solved before operators are measured, and often another one is chosen then. Operators
+that only run by themselves appear too fast for a step.
+"""
 
 T = TypeVar("T")
 
@@ -80,8 +92,19 @@ class LiveDriver(Driver):
         return graphs
 
     def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
-        strategies = broadcast_from_rank0(lambda: provisional_strategies(problem, graphs))
-        return run_on_all_ranks(lambda: measure_problem(problem, graphs, strategies, live=True))
+        """Measures the programs of the strategies that these measurements then lead to."""
+        machine: Machine | None = None
+        replayed: list[GraphStrategies] = []
+        for _ in range(MAX_REPLAYED):
+            solve = partial(strategies_to_replay, problem, graphs, machine)
+            strategies = broadcast_from_rank0(solve)
+            if strategies in replayed:
+                break
+            replayed.append(strategies)
+            machine = run_on_all_ranks(
+                partial(measure_problem, problem, graphs, strategies, live=True)
+            )
+        return machine
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
         cluster = problem.cluster or measure(device=problem.device, budget_s=COLLECTIVES_BUDGET_S)

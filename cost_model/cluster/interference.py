@@ -24,6 +24,7 @@ class Slowdown:
         provenance: origin of the figures.
         late_s: extra seconds of a message of any size between two ranks while others compute:
             where ranks share cores, the receiver first has to get one.
+        record_s: seconds by which an exchange of records between all ranks lengthens compute.
     """
 
     bytes: tuple[Positive, ...]
@@ -33,6 +34,7 @@ class Slowdown:
     wait_s: Amount
     provenance: str
     late_s: Amount = 0.0
+    record_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         check_provenance(self.provenance)
@@ -41,9 +43,9 @@ class Slowdown:
             raise ClusterError("a slowdown has two factors for each size, and one size at least")
         if not all(math.isfinite(f) and f >= 1 for f in factors):
             raise ClusterError(f"factors of slowdown are numbers from 1, not {factors}")
-        if min(self.issue_s, self.wait_s, self.late_s) < 0 or list(self.bytes) != sorted(
-            set(self.bytes)
-        ):
+        if min(self.issue_s, self.wait_s, self.late_s, self.record_s) < 0 or list(
+            self.bytes
+        ) != sorted(set(self.bytes)):
             raise ClusterError("a slowdown has ascending sizes, and times that are not negative")
 
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.common.groups import start_row_gather
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.measurement.bench import Bench
 
@@ -23,6 +24,10 @@ _STREAMED = 1 << 18  # elements read, and written to fresh memory
 _CALLS = 20
 _MESSAGES, _MESSAGE = 24, 64 * 2**10  # number of timed messages, and their bytes
 _BUSY_S, _PAUSE_S = 0.01, 0.002  # seconds of compute with a message, and before it
+_EXCHANGES, _CHUNKS = 20, 10  # timed exchanges, and pieces of compute for a first estimate
+
+RECORD_NUMBERS = 54
+"""Numbers of a record of `autopar.runtime.agreement`, of 8 bytes each."""
 
 
 def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
@@ -39,7 +44,8 @@ def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
         rows.append((size, *row))
     issue_s, wait_s = _means(bench.gather(_call_costs(bench)))
     sizes, compute, communication = zip(*rows, strict=True)
-    return Slowdown(sizes, compute, communication, issue_s, wait_s, provenance, _late_s(bench))
+    calls = issue_s, wait_s, provenance
+    return Slowdown(sizes, compute, communication, *calls, _late_s(bench), _record_s(bench))
 
 
 def shared_gpu(bench: Bench) -> Slowdown:
@@ -151,6 +157,32 @@ def _late_s(bench: Bench) -> float:
     sent, came, *_ = bench.gather(times)
     spans = [late - early for early, late in zip(sent, came, strict=True)]
     return max(0.0, statistics.mean(spans) - ahead_s - alone_s)
+
+
+def _record_s(bench: Bench) -> float:
+    """Seconds by which an exchange of records lengthens compute of all ranks."""
+    if bench.world_size == 1:
+        return 0.0
+    chunk, differences = _chunk(), []
+    record = torch.zeros(RECORD_NUMBERS, dtype=torch.int64)
+    table = record.new_empty(bench.world_size, RECORD_NUMBERS)
+
+    def timed(chunks: int, *, exchanges: bool) -> float:
+        bench.line_up()
+        start = time.perf_counter()
+        work = start_row_gather(record, table, bench.group) if exchanges else None
+        for _ in range(chunks):
+            chunk()
+        if work is not None:
+            work.wait()
+        return time.perf_counter() - start
+
+    chunks = max(bench.gather(max(1, round(_CHUNKS * _BUSY_S / timed(_CHUNKS, exchanges=True)))))
+    for _ in range(_EXCHANGES):
+        without_s = timed(chunks, exchanges=False)
+        differences.append(timed(chunks, exchanges=True) - without_s)
+    (mean_s,) = _means([(statistics.median(row),) for row in bench.gather(differences)])
+    return max(0.0, mean_s)
 
 
 def _clocks(bench: Bench, message: torch.Tensor) -> tuple[float, float]:

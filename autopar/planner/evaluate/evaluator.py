@@ -66,23 +66,27 @@ class SpmdEvaluator(Evaluator):
         setup, (plan, graph) = self.setup, self._program(config)
         result = setup.simulate(graph)
         update = setup.update_cost(plan, graph.trained_bytes.values())
-        end_s = result.step_s + update.seconds
+        agreement_s = setup.agreement_s
+        end_s = result.step_s + agreement_s + update.seconds
         provenance = Counter(result.provenance)
         provenance[update.kind] += 1
-        events = [*result.timeline, Event("optimizer", COMPUTE, result.step_s, end_s, COMPUTE)]
+        events = [
+            *result.timeline,
+            Event("optimizer", COMPUTE, end_s - update.seconds, end_s, COMPUTE),
+        ]
         prediction = Prediction(
             step_s=end_s,
             update_s=update.seconds,
             compute_s=result.compute_s,
             communication_s=result.communication_s,
-            exposed_s=result.exposed_s,
+            exposed_s=result.exposed_s + agreement_s,
             peak_bytes=result.memory.peak,
             node_bytes=node_bytes(graph, setup.comm_backend, setup.cluster.ranks_per_node),
             reserved_bytes=result.memory.reserved,
             context_bytes=result.memory.context,
             memory=dict(result.memory.by_category),
             provenance=dict(provenance),
-            waits=dict(result.waits),
+            waits={**result.waits, **({"records": agreement_s} if agreement_s else {})},
             causes=by_cause(result.exposures),
             exposures=worst(result.exposures, MOST_EXPOSED),
             events=timeline_events(events),
@@ -96,7 +100,8 @@ class SpmdEvaluator(Evaluator):
         plan, graph = self._program(config)
         update_s = self.setup.update_cost(plan, graph.trained_bytes.values()).seconds
         halves = half_seconds(graph, clusters, self.setup.operators)
-        return [forward_s + backward_s + update_s for forward_s, backward_s in halves]
+        fixed_s = self.setup.agreement_s + update_s
+        return [forward_s + backward_s + fixed_s for forward_s, backward_s in halves]
 
     def _program(self, config: CandidateConfig) -> tuple[Plan, TrainingGraph]:
         return self._programs.get(config, lambda: self._lower(config))

@@ -48,20 +48,25 @@ class P2PCost:
 
 
 def add_step_boundaries(
-    run: PipelineSimulation, stages: PipelineStages, pipeline: Pipeline, link: P2PCost
+    run: PipelineSimulation,
+    stages: PipelineStages,
+    pipeline: Pipeline,
+    link: P2PCost,
+    agreement_s: float = 0.0,
 ) -> PipelineSimulation:
     """Adds the messages before and after a schedule, which all ranks await.
 
-    They send tied parameters, return their gradients, and all-reduce batch totals.
+    They exchange records in `agreement_s` seconds, send tied parameters, return their gradients,
+    and all-reduce batch totals.
     """
-    if pipeline.ranks == 1:
+    if pipeline.ranks == 1 and not agreement_s:
         return run
     ranks, cluster = prod(size for _, size in link.mesh), link.cluster
     everyone = GroupShape.of_axis({"all": ranks}, "all", cluster.ranks_per_node)
-    each = cluster.seconds("all_reduce", 8, everyone, "float64").seconds
+    each = cluster.seconds("all_reduce", 8, everyone, "float64").seconds * (pipeline.ranks > 1)
     lent_s, back_s = _tied_parameter_s(stages, pipeline, link)
     roles = (role for graph in stages.stages for role in graph.outputs)
-    before_s = lent_s + each * (stages.prologue is not None)
+    before_s = agreement_s + lent_s + each * (stages.prologue is not None)
     after_s = back_s + each * any(isinstance(role, MicrobatchPartial) for role in roles)
     end_s = before_s + run.step_s + after_s
     names = [f"rank {rank}" for rank in range(pipeline.ranks)]

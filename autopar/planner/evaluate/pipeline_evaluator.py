@@ -140,7 +140,8 @@ class PipelineEvaluator(Evaluator):
         own = link.cluster.slowdown
         issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
         run = simulate_pipeline(self.orders, costs, link.seconds, issue_s, own.late_s, slowdown)
-        return add_step_boundaries(run, self.split, self.pipeline, link)
+        agreement_s = self.setup.agreement_s
+        return add_step_boundaries(run, self.split, self.pipeline, link, agreement_s)
 
     def _lower(self, config: CandidateConfig) -> LoweredPipeline:
         return self._lowered.get(config, lambda: self._lower_stages(config))

@@ -127,6 +127,12 @@ class EvaluationSetup:
         written = sum(storage.seconds(WRITE, nbytes).seconds for nbytes in sizes)
         return replace(cost, seconds=cost.seconds + written)
 
+    @property
+    def agreement_s(self) -> float:
+        """Seconds of a step in which ranks exchange records, before forward and backward."""
+        several = self.base.world_size > 1 and self.operators.on_host
+        return 2 * self.cluster.slowdown.record_s if several else 0.0
+
     def overlaps(
         self, config: CandidateConfig, graph: TrainingGraph, passes: PassPipeline
     ) -> tuple[Overlap, ...]:

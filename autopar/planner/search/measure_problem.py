@@ -23,6 +23,9 @@ from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.build_evaluator import build_evaluator
 
+GraphStrategies = Mapping[int, tuple[NodeStrategies, ...]]
+"""Strategies along each model-parallel axis, by number of micro-batches."""
+
 
 def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
     """Whether the plan depends on measurements.
@@ -38,17 +41,18 @@ def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
     return not fixed or problem.memory is not None or by_level
 
 
-def provisional_strategies(
-    problem: PlanningProblem, graphs: Graphs
-) -> dict[int, tuple[NodeStrategies, ...]]:
-    """Strategies of each graph before anything is measured, taken from rank 0 on live ranks.
+def strategies_to_replay(
+    problem: PlanningProblem, graphs: Graphs, machine: Machine | None = None
+) -> GraphStrategies:
+    """Strategies of each graph, solved with a machine or before anything is measured.
 
-    The solver may find different optima on loaded cores, and ranks would time different programs.
+    They are taken from rank 0 on live ranks: the solver may find different optima on loaded cores,
+    and ranks would time different programs.
     """
     if not needs_machine(problem, live=True) or not problem.strategy.axes:
         return {}
     return {
-        count: build_evaluator(problem, graph, None).setup.op_strategies
+        count: build_evaluator(problem, graph, machine).setup.op_strategies
         for count, graph in graphs.items()
     }
 
@@ -56,14 +60,14 @@ def provisional_strategies(
 def measure_problem(
     problem: PlanningProblem,
     graphs: Graphs,
-    strategies: Mapping[int, tuple[NodeStrategies, ...]] | None = None,
+    strategies: GraphStrategies | None = None,
     *,
     live: bool,
     limit_s: float = math.inf,
 ) -> Machine | None:
     """The machine with operators timed at the shapes of these graphs; None if nothing needs it.
 
-    All live ranks call this at once, with the `provisional_strategies` of rank 0. Within `limit_s`
+    All live ranks call this at once, with the `strategies_to_replay` of rank 0. Within `limit_s`
     seconds the quickest operators are timed, and others are modelled.
     """
     if not needs_machine(problem, live=live):

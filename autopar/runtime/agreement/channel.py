@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from autopar.common.groups import advice_for_hangs, gloo_group
+from autopar.common.groups import advice_for_hangs, gloo_group, start_row_gather
 from autopar.common.world import rank, world, world_size
 from autopar.errors import CommunicationError, DisagreementError
 from autopar.runtime.agreement.record import (
@@ -83,9 +83,8 @@ class Channel:
         own = encode(event, entries, len(payload), samples)
         record = torch.from_numpy(np.array(own, dtype=np.int64))
         table = np.empty((self.size, len(own)), dtype=np.int64)
-        rows = list(torch.from_numpy(table).unbind())
         with explaining_failed_wait():
-            work = dist.all_gather(rows, record, group=self.group, async_op=True)
+            work = start_row_gather(record, torch.from_numpy(table), self.group)
 
         def finish() -> Exchanged:
             records_of = f"the records of all ranks (it {event})"

@@ -53,6 +53,7 @@ def test_all_ranks_get_the_same_cluster_and_keep_it(tmp_path):
     assert first.curves[CurveKey("all_reduce", PAIR)].curve.bytes[0] == SIZES[0]
     assert first.world_size == first.ranks_per_node == 2
     assert first.slowdown.provenance.startswith("measured")
+    assert first.slowdown.record_s >= 0.0
     assert first.provenance.startswith("measured 20")
     assert first.seconds("all_gather", 1024, PAIR).kind == "measured"
 
