@@ -30,7 +30,7 @@ FEATURE_MARGIN = 1.6
 """Maximum ratio to the best predicted step time for benchmarking a plan with other features.
 
 If ranks outnumber cores, step times of pipelines are underestimated by up to 1.55 times
-(`benchmarks/results/regret-2026-11-22.json`).
+(`benchmarks/results/regret/regret-2026-11-22.json`).
 """
 
 

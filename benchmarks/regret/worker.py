@@ -20,7 +20,7 @@ from benchmarks.contenders import Contender, PlannedStep, build_planned
 from benchmarks.launch import Job
 from benchmarks.memoize import memoized_capture, memoized_update
 from benchmarks.models import Case
-from benchmarks.regret.plans import CHOSEN, PEERS, REPLICATED, Layout, chosen_name, enumeration
+from benchmarks.regret.plans import PEERS, REPLICATED, Layout, chosen_name, enumeration
 from benchmarks.worker import Entry, Race, main
 
 CLUSTER_S = 12.0  # seconds for measuring a cluster, once for all models
@@ -74,11 +74,11 @@ class RegretRace(Race):
     def prepare(self, entry: Entry) -> None:
         """Build, count bytes, warm up; release an entry with the plan of another one.
 
-        A chosen plan is searched before bytes are counted: the counter misses blocks of its trials
-        that other threads free.
+        Plans are made before bytes are counted. The counter misses blocks of trials that other
+        threads free, and beside its profiler the planner cannot measure workspaces of operators.
         """
         name = entry.contender.name
-        if name.startswith(CHOSEN):
+        if entry.contender not in PEERS:
             searched = replace(entry.contender.build(self.case), step=None)
             follow = partial(follow_plan, searched=searched)
             entry.contender = replace(entry.contender, build=follow)

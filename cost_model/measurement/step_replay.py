@@ -84,7 +84,8 @@ def replay_step(
     """Seconds of each operator of lowered graphs on a CPU, by `time_key`; every rank calls it.
 
     The graphs of a rank take turns for `budget_s` seconds, three rounds of each at least. The
-    result is the same on every rank, and empty if a graph cannot be run or needs too much memory.
+    result is the same on every rank. It lacks graphs that cannot be run, and is empty if one needs
+    too much memory.
     """
     with _prepared(graphs, ranks) as programs:
         return _times(programs, ranks, budget_s) if programs else {}
@@ -128,21 +129,23 @@ def _scaled(
 def _prepared(
     graphs: Sequence[TrainingGraph], ranks: ReplayGroup
 ) -> Iterator[Sequence[TimedProgram]]:
-    """The programs of graphs after one run, none if that fails on any rank; released at the end."""
+    """The programs of graphs that ran once on every rank; released at the end."""
     need = max((simulate_memory(graph).peak for graph in graphs), default=0)
     free = free_memory_bytes()
     suffices = all(ranks.gather(not free or need * ranks.sharing < _MEMORY_SHARE * free))
     with contextlib.ExitStack() as made:
-        programs, failed = list[TimedProgram](), not suffices
-        try:
-            for graph in graphs if suffices else ():
-                programs.append(program := TimedProgram(graph))
+        programs = dict[int, TimedProgram]()
+        for index, graph in enumerate(graphs) if suffices else ():
+            try:
+                program = TimedProgram(graph)
                 made.callback(program.release)
                 program.run(SINGLE_RANK)
-        except Exception as error:  # operators are then timed alone
-            log.debug("a step cannot be replayed: %r", error)
-            failed = True
-        yield [] if any(ranks.gather(failed)) else programs
+            except Exception as error:  # its operators are then timed alone
+                log.debug("a step cannot be replayed: %r", error)
+            else:
+                programs[index] = program
+        ran = set(programs).intersection(*ranks.gather(set(programs)))
+        yield [programs[index] for index in sorted(ran)]
 
 
 class TimedProgram:

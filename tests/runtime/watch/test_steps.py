@@ -42,7 +42,8 @@ def test_measured_beside_predicted(strategy: str) -> None:
     first, second = run(train, 2, strategy=strategy)
     for found in (first, second):
         assert all(type(value) is float for value in found.values())
-        assert SLEEP_S <= found["step_s"] < 1.0
+        # a rank that was late into a step, as on busy cores, has less of the next sleep in it
+        assert 0.5 * SLEEP_S <= found["step_s"] < 1.0
         assert found["rows_per_s"] == pytest.approx(ROWS / found["step_s"], rel=0.5)
         assert found["tokens_per_s"] == pytest.approx(TOKENS * found["rows_per_s"])
         assert found["memory_bytes"] > 2**20
