@@ -33,7 +33,6 @@ If ranks outnumber cores, step times of pipelines are underestimated by up to 1.
 (`benchmarks/results/regret/regret-2026-11-22.json`).
 """
 
-
 TIE = 1.03
 """Maximum ratio of step times of plans that tie, if no test tells them apart."""
 
@@ -104,13 +103,10 @@ def with_measured_times(trial: Trial) -> Plan:
     tensor-parallel ranks wins.
     """
     plans, seconds, rounds = trial.plans, trial.seconds, trial.rounds
-    least = min(seconds)
-    nearly = [plans[i] for i in trial.tied if seconds[i] <= TIE * least]
-    best = min(
-        nearly or [plans[seconds.index(least)]],
-        key=lambda plan: (plan.pp_size * plan.model_parallel_size, seconds[plans.index(plan)]),
-    )
-    chosen_s = seconds[plans.index(best)]
+    least = min(seconds[i] for i in trial.tied)
+    nearly = [i for i in trial.tied if seconds[i] <= TIE * least]
+    chosen = min(nearly, key=lambda i: (_splits(plans[i]), seconds[i]))
+    best, chosen_s = plans[chosen], seconds[chosen]
     times = [
         f"{plan.name}: {measured * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
         for measured, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
@@ -128,6 +124,11 @@ def with_measured_times(trial: Trial) -> Plan:
     fastest = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]
     notes = dict.fromkeys((*best.notes, *plans[0].notes, note))
     return replace(best, runners_up=tuple(fastest), notes=tuple(notes))
+
+
+def _splits(plan: Plan) -> int:
+    """Number of ranks that one copy of the model is split over."""
+    return plan.pp_size * plan.model_parallel_size
 
 
 def num_plans_to_benchmark(trials: int | None, problem: PlanningProblem) -> int:

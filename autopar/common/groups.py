@@ -14,6 +14,9 @@ _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 _BESIDE = weakref.WeakKeyDictionary()
 """The gloo group beside each group that carries no CPU tensors; torch destroys both."""
 
+RECORD_NUMBERS = 54
+"""Numbers, of 8 bytes, of a record that ranks exchange before they communicate otherwise."""
+
 MAX_DIRECT_RANKS = 8
 """Number of ranks up to which each sends its row to every other.
 

@@ -101,9 +101,8 @@ class LiveDriver(Driver):
             if strategies in replayed:
                 break
             replayed.append(strategies)
-            machine = run_on_all_ranks(
-                partial(measure_problem, problem, graphs, strategies, live=True)
-            )
+            measured = partial(measure_problem, problem, graphs, strategies, live=True)
+            machine = run_on_all_ranks(partial(measured, known=machine))
         return machine
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:

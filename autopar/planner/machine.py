@@ -129,6 +129,22 @@ def absent(device: torch.device, cluster: Cluster | None) -> bool:
     return not OperatorTimes.load(_priced_device(device, cluster), runs_on=device.type).present
 
 
+def time_programs(
+    machine: Machine,
+    graphs: Sequence[TrainingGraph],
+    *,
+    live: bool,
+    limit_s: float = math.inf,
+) -> Machine:
+    """The machine with operators of further graphs timed. All live ranks call this at once."""
+    operators = machine.operators.measure(graphs, ranks_of(live=live), limit_s=limit_s)
+    operators.save()
+    workspace = machine.overhead.workspace.measure(graphs, limit_s)
+    workspace.save()
+    overhead = replace(machine.overhead, workspace=workspace)
+    return replace(machine, operators=operators, overhead=overhead)
+
+
 def time_shards(
     machine: Machine, nodes: Mapping[str, fx.Node], *, live: bool, limit_s: float = math.inf
 ) -> Machine:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.common.groups import start_row_gather
+from autopar.common.groups import RECORD_NUMBERS, start_row_gather
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.measurement.bench import Bench
 
@@ -25,9 +25,6 @@ _CALLS = 20
 _MESSAGES, _MESSAGE = 24, 64 * 2**10  # number of timed messages, and their bytes
 _BUSY_S, _PAUSE_S = 0.01, 0.002  # seconds of compute with a message, and before it
 _EXCHANGES, _CHUNKS = 20, 10  # timed exchanges, and pieces of compute for a first estimate
-
-RECORD_NUMBERS = 54
-"""Numbers of a record of `autopar.runtime.agreement`, of 8 bytes each."""
 
 
 def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
@@ -181,8 +178,7 @@ def _record_s(bench: Bench) -> float:
     for _ in range(_EXCHANGES):
         without_s = timed(chunks, exchanges=False)
         differences.append(timed(chunks, exchanges=True) - without_s)
-    (mean_s,) = _means([(statistics.median(row),) for row in bench.gather(differences)])
-    return max(0.0, mean_s)
+    return max(0.0, statistics.mean(map(statistics.median, bench.gather(differences))))
 
 
 def _clocks(bench: Bench, message: torch.Tensor) -> tuple[float, float]:

@@ -26,8 +26,9 @@ def test_solutions_of_measured_times_are_measured(
         machines.append(machine)
         return left.pop(0)
 
-    def measure(problem: Any, graphs: Any, solution: str, *, live: bool) -> str:
+    def measure(problem: Any, graphs: Any, solution: str, *, live: bool, known: Any) -> str:
         assert live
+        assert known is machines[-1]
         timed.append(solution)
         return f"times of {solution}"
 

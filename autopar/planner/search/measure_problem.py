@@ -17,7 +17,13 @@ from autopar.planner.evaluate.candidate import (
     fixed_config,
 )
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
-from autopar.planner.machine import Machine, absent, measure_machine, time_shards
+from autopar.planner.machine import (
+    Machine,
+    absent,
+    measure_machine,
+    time_programs,
+    time_shards,
+)
 from autopar.planner.placement.costs import shards_of
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.problem import Graphs, PlanningProblem
@@ -64,11 +70,13 @@ def measure_problem(
     *,
     live: bool,
     limit_s: float = math.inf,
+    known: Machine | None = None,
 ) -> Machine | None:
     """The machine with operators timed at the shapes of these graphs; None if nothing needs it.
 
     All live ranks call this at once, with the `strategies_to_replay` of rank 0. Within `limit_s`
-    seconds the quickest operators are timed, and others are modelled.
+    seconds the quickest operators are timed, and others are modelled. A `known` machine, from other
+    strategies, only has its operators extended.
     """
     if not needs_machine(problem, live=live):
         return None
@@ -92,17 +100,20 @@ def measure_problem(
             lowered.append(SpmdEvaluator(partial).lowered(configs[0]))
         if problem.strategy.axes:
             nodes |= _sharded_operators(problem, graph, setup.op_strategies)
-    machine = measure_machine(
-        lowered,
-        problem.device,
-        problem.cluster,
-        problem.optimizer,
-        live=live,
-        backend=problem.backend,
-        dtype=problem.dtype,
-        limit_s=limit_s,
-        offload_dir=problem.strategy.offload_dir or "",
-    )
+    if known is not None:
+        machine = time_programs(known, lowered, live=live, limit_s=limit_s)
+    else:
+        machine = measure_machine(
+            lowered,
+            problem.device,
+            problem.cluster,
+            problem.optimizer,
+            live=live,
+            backend=problem.backend,
+            dtype=problem.dtype,
+            limit_s=limit_s,
+            offload_dir=problem.strategy.offload_dir or "",
+        )
     if problem.strategy.axes and machine.operators.present:
         machine = time_shards(machine, nodes, live=live, limit_s=limit_s)
     return machine

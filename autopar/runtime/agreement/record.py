@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from autopar.common.groups import RECORD_NUMBERS
 from autopar.errors import AutoparError, DisagreementError
-
-MAX_ENTRIES = 18
-"""Entries of a record."""
 
 SAMPLE_NUMBERS = 16
 """Numbers of a record that ranks exchange without comparing them."""
 
 HEADER_NUMBERS = 2 + SAMPLE_NUMBERS
 """Numbers before the entries: event, payload size and samples."""
+
+MAX_ENTRIES = (RECORD_NUMBERS - HEADER_NUMBERS) // 2
+"""Entries of a record."""
 
 MAX_TEXT_CHARS = 400
 """Characters of a value in an error."""
@@ -68,7 +69,7 @@ def encode(
     numbers += [0] * (HEADER_NUMBERS - len(numbers))
     for entry in entries:
         numbers += [stable_hash(entry.value), stable_hash(entry.group)]
-    return numbers + [0] * (HEADER_NUMBERS + 2 * MAX_ENTRIES - len(numbers))
+    return numbers + [0] * (RECORD_NUMBERS - len(numbers))
 
 
 def odd_ranks(pairs: Sequence[Sequence[object]]) -> dict[int, int]:

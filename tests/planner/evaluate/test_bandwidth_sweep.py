@@ -5,20 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.plan.prediction import Prediction, RunnerUp, slower
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import RATES, ScaledBandwidth, sweep_bandwidth
-from autopar.planner.evaluate.candidate import Candidate, default_config
+from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.search.build_evaluator import build_evaluator
-from autopar.planner.search.measure_problem import measure_problem
-from autopar.planner.search.pipeline_search import open_pipelines
 from autopar.report.plan import Plan
 from tests.planner.blocks import GPTBlock, Stack
-from tests.planner.problems import problem_of
+from tests.planner.problems import evaluator_of, problem_of
 
 H100 = Cluster.named("dgx-h100")
 
@@ -38,14 +34,7 @@ def evaluator(strategy: Strategy) -> tuple[Evaluator, Candidate]:
         model, inputs = Stack(lambda: GPTBlock(256, 4), 2), torch.empty(16, 64, 256)
     problem = problem_of(model, strategy, world_size=8, cluster=H100)
     problem = replace(problem, comm_backend="nccl", device=torch.device("meta"))
-    parts = strategy.micro_batches or 1
-    graph = capture_of_rank(model, (inputs,), 0, problem.dp_size, micro_batches=parts)
-    machine = measure_problem(problem, {parts: graph}, live=False)
-    spmd = build_evaluator(problem, graph, machine)
-    found: Evaluator = spmd
-    if strategy.pipelined:
-        found = next(open_pipelines(spmd, strategy, parts))
-    return found, found.evaluate(default_config(strategy, problem.blocks, 3))
+    return evaluator_of(model, (inputs,), problem)
 
 
 @pytest.mark.parametrize(
