@@ -144,16 +144,17 @@ class Race:
         entry.seconds.append(time.perf_counter() - start)
 
     def gather(self, entry: Entry) -> dict[str, Any]:
-        """Return figures over all ranks: slowest steps, most bytes, mean losses."""
+        """Return figures over all ranks: slowest and mean steps, most bytes, mean losses."""
         result: dict[str, Any] = {"contender": entry.contender.name, "error": entry.error}
         if entry.error is None:
             seconds = torch.tensor(entry.seconds, dtype=torch.float64)
-            peak = torch.tensor(entry.peak_bytes)
+            peak, mean = torch.tensor(entry.peak_bytes), seconds / self.world_size
             losses = torch.stack(entry.losses).double() / self.world_size
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self.control)
+            dist.all_reduce(mean, group=self.control)
             dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.control)
             dist.all_reduce(losses, group=self.control)
-            result["seconds"] = seconds.tolist()
+            result["seconds"], result["mean_seconds"] = seconds.tolist(), mean.tolist()
             result["peak_bytes"] = peak.item()
             result["losses"] = losses.tolist()
         return result

@@ -27,6 +27,7 @@ MIN_ORDERED = 4  # fewest plans with a rank correlation
 class Entry:
     name: str  # name of the contender
     step_s: float | None = None  # median of its steps, in seconds; None if there are none
+    mean_step_s: float | None = None  # the same for the mean rank, not the last one
     measured_bytes: int | None = None  # counted bytes at the peak of a step, plus the batch
     predicted_s: float | None = None  # predicted step, for plans alone
     predicted_bytes: int | None = None  # prediction of `measured_bytes`
@@ -38,6 +39,12 @@ class Entry:
         if self.step_s is None or self.predicted_s is None:
             return None
         return self.predicted_s / self.step_s - 1
+
+    @property
+    def mean_step_error(self) -> float | None:
+        if self.mean_step_s is None or self.predicted_s is None:
+            return None
+        return self.predicted_s / self.mean_step_s - 1
 
     def fits(self, cap: float) -> bool:
         """Whether it ran, within a cap in bytes."""
@@ -58,8 +65,9 @@ def entries(race: Mapping[str, Any]) -> dict[str, Entry]:
         predictions = {key: result.get(key) for key in ("predicted_s", "predicted_bytes", "same")}
         found[name] = Entry(name, **predictions, error=error)
         if error is None:
-            step_s, measured = median(ran["seconds"]), ran["peak_bytes"] + batch_bytes
-            found[name] = Entry(name, step_s, measured, **predictions)
+            means = ran.get("mean_seconds") or ran["seconds"]
+            times, measured = (median(ran["seconds"]), median(means)), ran["peak_bytes"]
+            found[name] = Entry(name, *times, measured + batch_bytes, **predictions)
     return found
 
 
@@ -71,6 +79,9 @@ def verdict(race: Mapping[str, Any], share: float | None) -> dict[str, Any]:
     of the enumeration that fits, by prediction. `gain` is the step of the faster of DDP and
     fully_shard over that of the chosen plan. `order` is Spearman's correlation of predicted and
     measured steps of plans that fit. `exceeding` are plans above the cap, predicted to fit.
+
+    A step begins at a barrier and ends with the last rank. In training the ranks take their mean,
+    which predictions are of, so there is an error of each.
     """
     found = entries(race)
     needed = found[REPLICATED].predicted_bytes if REPLICATED in found else None
@@ -103,6 +114,7 @@ def verdict(race: Mapping[str, Any], share: float | None) -> dict[str, Any]:
         "regret_by_prediction": _ratio(predicted, best),
         "gain": _ratio(min(peers, key=_step, default=None), chosen),
         "median_error": _median(abs(e.step_error or 0.0) for e in plans),
+        "median_error_of_mean_rank": _median(abs(e.mean_step_error or 0.0) for e in plans),
         "order": rank_correlation(plans),
         "exceeding": [
             e.name
@@ -152,6 +164,7 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "by_prediction": {"median": _median(predicted), "worst": max(predicted, default=None)},
         "prediction": {
             "median_error": _median(known("median_error")),
+            "median_error_of_mean_rank": _median(known("median_error_of_mean_rank")),
             "least_order": min(orders, default=None),
             "median_order": _median(orders),
             "exceeding": sum(len(case["exceeding"]) for case in cases),

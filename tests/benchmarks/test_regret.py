@@ -51,6 +51,15 @@ def test_regret_is_over_the_best_of_all() -> None:
     assert found["order"] == pytest.approx(0.8)
 
 
+def test_predictions_are_compared_with_the_mean_rank_too() -> None:
+    given = race()
+    for each in given["contenders"]:
+        each["mean_seconds"] = [0.5 * s for s in each["seconds"]]
+    found = verdict(given, None)
+    assert found["median_error"] == verdict(race(), None)["median_error"]
+    assert found["median_error_of_mean_rank"] == pytest.approx(2.0 - 1.0)
+
+
 def test_a_cap_compares_contenders_that_fit_by_counted_bytes() -> None:
     wrong = plan("wrong", 0.5, 900, 5.0) | {"predicted_bytes": 100}
     given = race(wrong, chosen("chosen under 0.6", "zero3"))
