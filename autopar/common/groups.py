@@ -14,16 +14,6 @@ _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGr
 _BESIDE = weakref.WeakKeyDictionary()
 """The gloo group beside each group that carries no CPU tensors; torch destroys both."""
 
-RECORD_NUMBERS = 54
-"""Numbers, of 8 bytes, of a record that ranks exchange before they communicate otherwise."""
-
-MAX_DIRECT_RANKS = 8
-"""Number of ranks up to which each sends its row to every other.
-
-On busy cores this takes two thirds of the time of a ring, in which a row waits for each rank on its
-way to get a core. The number of messages grows with the square of the ranks.
-"""
-
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Backends of a group, the default one for None, by type of device."""
@@ -70,15 +60,6 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         beside = gloo_group(group, use="objects")
         _BESIDE[group] = weakref.ref(beside)
     return beside
-
-
-def start_row_gather(row: torch.Tensor, table: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to gather a row of each rank into a table of (ranks, length of a row)."""
-    size = len(table)
-    if size <= MAX_DIRECT_RANKS:
-        copies = row.repeat(size)
-        return dist.all_to_all_single(table.view(-1), copies, group=group, async_op=True)
-    return dist.all_gather(list(table.unbind()), row, group=group, async_op=True)
 
 
 def advice_for_hangs() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.common.groups import RECORD_NUMBERS, start_row_gather
+from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.measurement.bench import Bench
 
@@ -161,24 +161,25 @@ def _record_s(bench: Bench) -> float:
     if bench.world_size == 1:
         return 0.0
     chunk, differences = _chunk(), []
-    record = torch.zeros(RECORD_NUMBERS, dtype=torch.int64)
-    table = record.new_empty(bench.world_size, RECORD_NUMBERS)
+    record, rows = [0] * RECORD_NUMBERS, RowExchange(bench.group)
 
     def timed(chunks: int, *, exchanges: bool) -> float:
         bench.line_up()
         start = time.perf_counter()
-        work = start_row_gather(record, table, bench.group) if exchanges else None
+        finish = rows.start(record) if exchanges else None
         for _ in range(chunks):
             chunk()
-        if work is not None:
-            work.wait()
+        if finish is not None:
+            finish()
         return time.perf_counter() - start
 
     chunks = max(bench.gather(max(1, round(_CHUNKS * _BUSY_S / timed(_CHUNKS, exchanges=True)))))
     for _ in range(_EXCHANGES):
         without_s = timed(chunks, exchanges=False)
         differences.append(timed(chunks, exchanges=True) - without_s)
-    return max(0.0, statistics.mean(map(statistics.median, bench.gather(differences))))
+    seconds = statistics.mean(map(statistics.median, bench.gather(differences)))
+    rows.close()
+    return max(0.0, seconds)
 
 
 def _clocks(bench: Bench, message: torch.Tensor) -> tuple[float, float]:

@@ -9,8 +9,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 import autopar
-from autopar.common import groups
-from autopar.common.groups import advice_for_hangs, backends_of, cpu_group, start_row_gather
+from autopar.common.groups import advice_for_hangs, backends_of, cpu_group
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.runtime.module import DistributedModule
@@ -90,20 +89,3 @@ def test_the_flight_recorder_is_named_where_nccl_may_hang() -> None:
     ):
         assert "TORCH_FR_BUFFER_SIZE" in advice_for_hangs()
     assert advice_for_hangs() == ""
-
-
-def gathered_rows(rank: int, world_size: int) -> list[list[list[int]]]:
-    """Tables of rows that are sent directly, and around a ring."""
-    found = []
-    for most in (groups.MAX_DIRECT_RANKS, 1):
-        table = torch.empty(world_size, 2, dtype=torch.int64)
-        with mock.patch.object(groups, "MAX_DIRECT_RANKS", most):
-            work = start_row_gather(torch.tensor([rank, 7]), table, groups.world())
-        work.wait()
-        found.append(table.tolist())
-    return found
-
-
-def test_rows_arrive_in_the_order_of_ranks() -> None:
-    rows = [[rank, 7] for rank in range(3)]
-    assert run(gathered_rows, 3) == [[rows, rows]] * 3

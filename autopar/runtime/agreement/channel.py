@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import distributed as dist
 
-from autopar.common.groups import advice_for_hangs, gloo_group, start_row_gather
+from autopar.common.groups import advice_for_hangs, gloo_group
+from autopar.common.row_exchange import RowExchange
 from autopar.common.world import rank, world, world_size
 from autopar.errors import CommunicationError, DisagreementError
 from autopar.runtime.agreement.record import (
@@ -45,11 +45,15 @@ class Channel:
     """A process group over which all ranks exchange records."""
 
     group_reference: weakref.ref[dist.ProcessGroup]  # torch destroys the group
-    rank: int
-    size: int
+    rows: RowExchange
     num_exchanges: int = 0
     num_modules: int = 0
     finish_pending: Callable[[], Exchanged] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.rows.size
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -81,16 +85,14 @@ class Channel:
         self.finish_exchange()
         self.num_exchanges += 1
         own = encode(event, entries, len(payload), samples)
-        record = torch.from_numpy(np.array(own, dtype=np.int64))
-        table = np.empty((self.size, len(own)), dtype=np.int64)
+        _ = self.group  # raises if it was destroyed
         with explaining_failed_wait():
-            work = start_row_gather(record, torch.from_numpy(table), self.group)
+            receive = self.rows.start(own)
 
         def finish() -> Exchanged:
             records_of = f"the records of all ranks (it {event})"
             with explaining_failed_wait(), LOG.waiting(records_of):
-                work.wait()
-                records = table.tolist()
+                records = receive()
             if any(r[0] != own[0] or r[HEADER_NUMBERS:] != own[HEADER_NUMBERS:] for r in records):
                 self._check_equal(event, entries, records)
             with explaining_failed_wait():
@@ -178,10 +180,11 @@ def finish_exchange() -> None:
 def _open(beside: dist.ProcessGroup) -> Channel:
     try:
         group = gloo_group(beside, use="records")
+        rows = RowExchange(group)
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {rank()} could not connect to the other ranks over gloo: another rank "
             "died, raised an error, or does not call autopar.compile. "
             f"({str(error).splitlines()[0]})"
         ) from error
-    return Channel(weakref.ref(group), rank(), world_size())
+    return Channel(weakref.ref(group), rows)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.common.groups import RECORD_NUMBERS
+from autopar.common.row_exchange import RECORD_NUMBERS
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate
