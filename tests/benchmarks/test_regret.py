@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.regret.models import CASES
 from benchmarks.regret.plans import Layout, enumeration
-from benchmarks.regret.score import summary, verdict
+from benchmarks.regret.score import COMPARED, entries, summary, verdict
 from benchmarks.regret.worker import names
 
 
@@ -103,3 +103,14 @@ def test_enumeration(
     assert not set(absent) & set(found)
     for strategy in enumeration(CASES[model], layout).values():
         strategy.mesh(layout.ranks)  # divides the ranks
+
+
+def test_losses_are_compared_before_rounding_has_grown() -> None:
+    given = race()
+    given["reference"] = [1.0] * 40
+    late, early = given["contenders"][0], given["contenders"][1]
+    late["losses"] = [1.0] * COMPARED + [1.1] * 20
+    early["losses"] = [1.0, 1.1] + [1.0] * 20
+    found = entries(given)
+    assert found["ddp"].error is None
+    assert "losses differ by 1.0e-01" in str(found["fully_shard"].error)
