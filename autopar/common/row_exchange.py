@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -101,7 +102,8 @@ class RowExchange:
     def _start_gather(self, row: Sequence[int]) -> Finish:
         group = self._group()
         own = torch.tensor(row)
-        table = own.new_empty(self.size, len(row))
+        numbers = np.empty((self.size, len(row)), dtype=np.int64)
+        table = torch.from_numpy(numbers)
         if self.size <= MAX_DIRECT_RANKS:
             copies = own.repeat(self.size)
             work = dist.all_to_all_single(table.view(-1), copies, group=group, async_op=True)
@@ -110,7 +112,7 @@ class RowExchange:
 
         def finish() -> list[list[int]]:
             work.wait()
-            return table.tolist()
+            return numbers.tolist()
 
         return finish
 
