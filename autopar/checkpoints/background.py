@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.checkpoints.folder import CheckpointFolder, FileSum, sums_of
 from autopar.checkpoints.host_copy import HostCopy
-from autopar.common.groups import gloo_group
+from autopar.common.groups import gather_values, gloo_group
 from autopar.common.world import rank
 from autopar.errors import CheckpointError
 from autopar.report.plan import Plan
@@ -148,8 +148,7 @@ class BackgroundWriter:
             own = work(), ""
         except Exception as error:
             own = None, _reason(error)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own, group=self._group)
+        parts: list[tuple[Any, str]] = gather_values(own, self._group)
         for number, (_, reason) in enumerate(parts):
             if reason:
                 raise _Failed(f"rank {number}: {reason}")

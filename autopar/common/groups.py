@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from autopar._torch import group_timeout
 from autopar.common.world import world
+
+T = TypeVar("T")
 
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
 _BESIDE = weakref.WeakKeyDictionary()
@@ -60,6 +63,16 @@ def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         beside = gloo_group(group, use="objects")
         _BESIDE[group] = weakref.ref(beside)
     return beside
+
+
+def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The value of each rank of a group that carries CPU tensors, by rank; all call this at once.
+
+    Values travel by pickle.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def advice_for_hangs() -> str:

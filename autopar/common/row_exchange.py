@@ -23,7 +23,7 @@ import torch
 from torch import distributed as dist
 
 from autopar._torch import group_timeout
-from autopar.common.groups import backends_of
+from autopar.common.groups import backends_of, gather_values
 
 RECORD_NUMBERS = 54
 """Numbers, of 8 bytes, of a record that ranks exchange before they communicate otherwise."""
@@ -53,7 +53,7 @@ class RowExchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = weakref.ref(group)
+        self.group = weakref.ref(group)  # torch destroys it
         is_direct = self.size <= MAX_DIRECT_RANKS and backends_of(group).get("cpu") == "gloo"
         self._sockets = _connect_all(group) if is_direct else {}
 
@@ -69,7 +69,7 @@ class RowExchange:
             RuntimeError: a rank is gone, or sends nothing for the group's timeout; also from the
                 function returned.
         """
-        if not self._sockets:
+        if not self.is_direct:
             return self._start_gather(row)
         sent = array("q", row).tobytes()
         for peer in self._sockets:
@@ -100,7 +100,7 @@ class RowExchange:
             raise
 
     def _start_gather(self, row: Sequence[int]) -> Finish:
-        group = self._group()
+        group = self.group()
         own = torch.tensor(row)
         numbers = np.empty((self.size, len(row)), dtype=np.int64)
         table = torch.from_numpy(numbers)
@@ -122,8 +122,9 @@ def _connect_all(group: dist.ProcessGroup) -> dict[int, socket.socket]:
     rank, token, listener = dist.get_rank(group), secrets.token_bytes(_TOKEN_BYTES), _listen()
     sockets: dict[int, socket.socket] = {}
     try:
-        doors = _gather((listener and listener.getsockname()[:2], token), group)
-        if listener is not None and _are_reachable([address for address, _ in doors]):
+        address = None if listener is None else listener.getsockname()[:2]
+        doors = gather_values((address, token), group)
+        if listener is not None and _are_alike([door for door, _ in doors]):
             sockets |= _connect_lower(rank, doors)
             sockets |= _accept_higher(listener, token, len(doors) - 1 - len(sockets))
     except OSError:
@@ -131,7 +132,7 @@ def _connect_all(group: dist.ProcessGroup) -> dict[int, socket.socket]:
     finally:
         if listener is not None:
             listener.close()
-    if not all(_gather(len(sockets) == dist.get_world_size(group) - 1, group)):
+    if not all(gather_values(len(sockets) == dist.get_world_size(group) - 1, group)):
         for made in sockets.values():
             made.close()
         return {}
@@ -155,10 +156,9 @@ def _listen() -> socket.socket | None:
         return None
 
 
-def _are_reachable(addresses: Sequence[tuple[str, int] | None]) -> bool:
-    """Whether ranks can connect: not if the name of one machine means only itself there."""
-    hosts = [None if each is None else ip_address(each[0]) for each in addresses]
-    return None not in hosts and len({host.is_loopback for host in hosts if host}) == 1
+def _are_alike(addresses: Sequence[tuple[str, int] | None]) -> bool:
+    """Whether all ranks listen, and no machine's name means only itself there."""
+    return len({each and ip_address(each[0]).is_loopback for each in addresses}) == 1
 
 
 def _connect_lower(rank: int, doors: Sequence[Any]) -> dict[int, socket.socket]:
@@ -193,9 +193,3 @@ def _receive(made: socket.socket, count: int) -> bytes:
             raise ConnectionError("it closed its connection")
         received += more
     return received
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -89,8 +89,8 @@ def measure_machine(
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live else _priced_device(device, cluster)
     operators = OperatorTimes.load(name, sharing=sharing, runs_on=device.type)
-    operators = operators.measure(graphs, ranks, limit_s=limit_s)
-    operators.save()
+    workspace = Workspace.load(cluster.device, runs_on=device.type)
+    operators, workspace = _timed(operators, workspace, graphs, ranks, limit_s)
     operators = _modelled(replace(operators, backend=backend), cluster)
     several = live and world_size() > 1
     mesh = DeviceMesh.from_group(world(), device.type) if several else None
@@ -99,9 +99,6 @@ def measure_machine(
     else:
         ratio = optimizer_state_ratio(optimizer, dtype, device.type)
         update = UpdateCost.modelled(operators.roofline, ratio)
-    workspace = Workspace.load(cluster.device, runs_on=device.type)
-    workspace = workspace.measure(graphs, limit_s)
-    workspace.save()
     kind = "cpu" if cluster.device == "cpu" else "cuda"
     states = OptimizerMemory.measure(optimizer, kind, dtype)
     if device.type == "cuda":
@@ -137,10 +134,8 @@ def time_programs(
     limit_s: float = math.inf,
 ) -> Machine:
     """The machine with operators of further graphs timed. All live ranks call this at once."""
-    operators = machine.operators.measure(graphs, ranks_of(live=live), limit_s=limit_s)
-    operators.save()
-    workspace = machine.overhead.workspace.measure(graphs, limit_s)
-    workspace.save()
+    known = machine.operators, machine.overhead.workspace
+    operators, workspace = _timed(*known, graphs, ranks_of(live=live), limit_s)
     overhead = replace(machine.overhead, workspace=workspace)
     return replace(machine, operators=operators, overhead=overhead)
 
@@ -152,6 +147,21 @@ def time_shards(
     operators = machine.operators.measure_alone(nodes, ranks_of(live=live), limit_s=limit_s)
     operators.save()
     return replace(machine, operators=operators)
+
+
+def _timed(
+    operators: OperatorTimes,
+    workspace: Workspace,
+    graphs: Sequence[TrainingGraph],
+    ranks: ReplayGroup,
+    limit_s: float,
+) -> tuple[OperatorTimes, Workspace]:
+    """Times and workspaces with operators of some graphs measured, and saved."""
+    operators = operators.measure(graphs, ranks, limit_s=limit_s)
+    operators.save()
+    workspace = workspace.measure(graphs, limit_s)
+    workspace.save()
+    return operators, workspace
 
 
 def _modelled(operators: OperatorTimes, cluster: Cluster) -> OperatorTimes:

@@ -39,15 +39,16 @@ class Entry:
 
     @property
     def step_error(self) -> float | None:
-        if self.step_s is None or self.predicted_s is None:
-            return None
-        return self.predicted_s / self.step_s - 1
+        return self._error(self.step_s)
 
     @property
     def mean_step_error(self) -> float | None:
-        if self.mean_step_s is None or self.predicted_s is None:
+        return self._error(self.mean_step_s)
+
+    def _error(self, measured_s: float | None) -> float | None:
+        if measured_s is None or self.predicted_s is None:
             return None
-        return self.predicted_s / self.mean_step_s - 1
+        return self.predicted_s / measured_s - 1
 
     def fits(self, cap: float) -> bool:
         """Whether it ran, within a cap in bytes."""
@@ -68,9 +69,13 @@ def entries(race: Mapping[str, Any]) -> dict[str, Entry]:
         predictions = {key: result.get(key) for key in ("predicted_s", "predicted_bytes", "same")}
         found[name] = Entry(name, **predictions, error=error)
         if error is None:
-            means = ran.get("mean_seconds") or ran["seconds"]
-            times, measured = (median(ran["seconds"]), median(means)), ran["peak_bytes"]
-            found[name] = Entry(name, *times, measured + batch_bytes, **predictions)
+            found[name] = Entry(
+                name,
+                step_s=median(ran["seconds"]),
+                mean_step_s=median(ran.get("mean_seconds") or ran["seconds"]),
+                measured_bytes=ran["peak_bytes"] + batch_bytes,
+                **predictions,
+            )
     return found
 
 

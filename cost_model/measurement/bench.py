@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import group_timeout
-from autopar.common.groups import advice_for_hangs, backends_of, cpu_group
+from autopar.common.groups import advice_for_hangs, backends_of, cpu_group, gather_values
 from autopar.cost_model.algorithms.gloo_chunks import gloo_chunks
 from autopar.cost_model.measurement.group_layouts import Groups
 from autopar.errors import CommunicationError
@@ -93,9 +93,7 @@ class Bench:
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, on every rank."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._objects)
-        return values
+        return gather_values(value, self._objects)
 
     def time(
         self,

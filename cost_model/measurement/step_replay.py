@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar._torch import BoxedCodeGen
-from autopar.common.groups import cpu_group
+from autopar.common.groups import cpu_group, gather_values
 from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.host import boot_id, free_memory_bytes
 from autopar.cost_model.kernels.random_inputs import index_bound, random_like
@@ -62,11 +63,7 @@ class ReplayGroup:
     def live(cls) -> ReplayGroup:
         """All ranks of the default process group, all of which call this."""
         group = cpu_group()
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * group.size()
-            dist.all_gather_object(values, value, group=group)
-            return values
+        gather = partial(gather_values, group=group)
 
         def line_up() -> None:
             dist.all_reduce(torch.zeros(1), group=group)

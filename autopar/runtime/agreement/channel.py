@@ -44,7 +44,6 @@ class Exchanged:
 class Channel:
     """A process group over which all ranks exchange records."""
 
-    group_reference: weakref.ref[dist.ProcessGroup]  # torch destroys the group
     rows: RowExchange
     num_exchanges: int = 0
     num_modules: int = 0
@@ -57,7 +56,7 @@ class Channel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        group = self.group_reference()
+        group = self.rows.group()
         if group is None:
             raise CommunicationError(
                 "the process group was destroyed: call destroy_process_group() after the last "
@@ -179,12 +178,11 @@ def finish_exchange() -> None:
 
 def _open(beside: dist.ProcessGroup) -> Channel:
     try:
-        group = gloo_group(beside, use="records")
-        rows = RowExchange(group)
+        rows = RowExchange(gloo_group(beside, use="records"))
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {rank()} could not connect to the other ranks over gloo: another rank "
             "died, raised an error, or does not call autopar.compile. "
             f"({str(error).splitlines()[0]})"
         ) from error
-    return Channel(weakref.ref(group), rows)
+    return Channel(rows)

@@ -9,6 +9,8 @@ from time import perf_counter
 import torch
 from torch import distributed as dist
 
+from autopar.common.groups import gather_values
+
 PROBE_BYTES = 1 << 18
 """Bytes of a transfer."""
 
@@ -39,9 +41,7 @@ def probe_links(group: dist.ProcessGroup) -> Probe:
     """
     rank, size, begin = dist.get_rank(group), dist.get_world_size(group), perf_counter()
     mine = {(rank - step) % size: _fastest(step, group) for step in {1, size - 1}}
-    told: list[tuple[str, dict[int, float], float]] = [("", {}, 0.0)] * size
-    own = socket.gethostname(), mine, perf_counter() - begin
-    dist.all_gather_object(told, own, group=group)
+    told = gather_values((socket.gethostname(), mine, perf_counter() - begin), group)
     times = {(peer, r): s for r, (_, found, _) in enumerate(told) for peer, s in found.items()}
     return Probe(times, [host for host, _, _ in told], max(seconds for *_, seconds in told))
 
