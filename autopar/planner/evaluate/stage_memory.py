@@ -112,7 +112,7 @@ class StageMemory:
             any(isinstance(role, Accumulated) for role in graph.inputs),
             memory.reserved / max(1, memory.peak),
             between,
-            _sent_bytes(graph),
+            sent_bytes(graph),
             _received(graph),
         )
 
@@ -221,10 +221,14 @@ def _received(graph: TrainingGraph) -> tuple[int, int]:
     return sizes["forward"], sizes["backward"]
 
 
-def _sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
-    """Bytes sent by a stage: forward values that its backward does not read, and all others."""
+def sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
+    """Bytes sent by a stage: forward values that its backward does not read, and all others.
+
+    A value that a stage received and passes on counts, too.
+    """
     storages, behind = find_storages(graph.graph)
-    inputs = {place for node in graph.placeholders for place in behind[node]}
+    pairs = zip(graph.inputs, graph.placeholders, strict=True)
+    standing = {p for r, node in pairs if not isinstance(r, StageInput) for p in behind[node]}
     forth, back, read = set[int](), set[int](), set[int]()
     for role, node in zip(graph.outputs, graph.results, strict=True):
         if isinstance(role, StageOutput) and node is not None:
@@ -234,7 +238,7 @@ def _sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
             read.update(place for given in node.all_input_nodes for place in behind[given])
 
     def nbytes(places: set[int]) -> int:
-        return sum(storages[place].nbytes for place in places - inputs)
+        return sum(storages[place].nbytes for place in places - standing)
 
     return nbytes(forth - read), nbytes((forth & read) | back)
 

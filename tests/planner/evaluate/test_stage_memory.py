@@ -5,7 +5,14 @@ import pytest
 
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.cost_model.simulator.schedules import orders
-from autopar.planner.evaluate.stage_memory import PhaseMemory, StageMemory, memory_of_rank
+from autopar.ir.roles import Gradient, Parameter, StageInput, StageOutput
+from autopar.planner.evaluate.stage_memory import (
+    PhaseMemory,
+    StageMemory,
+    memory_of_rank,
+    sent_bytes,
+)
+from tests.cost_model.sketch import Sketch, aten
 
 SAVED, SUMMED, LARGEST = 100, 60, 40
 IN_FLIGHT = CATEGORIES.index("in flight")
@@ -94,6 +101,27 @@ def test_what_is_sent_is_kept_until_the_schedule_ends():
     flying = memory.table[IN_FLIGHT]
     assert flying[-2] == 4 * 3 + 3 * 4  # in the last backward
     assert flying[-1] == 0
+
+
+def test_a_received_value_that_a_stage_passes_on_is_kept_too():
+    """Of 16 bytes each: a value passed on, a result, and a gradient; weights are always there."""
+    g = Sketch()
+    passed, x = (g.take(StageInput(i, "forward"), 4) for i in range(2))
+    weight = g.take(Parameter("w"), 4)
+    product = g.call(aten.mul.Tensor, x, weight)
+    g.phase = "backward"
+    tangent = g.take(StageInput(2, "backward"), 4)
+    back = g.call(aten.mul.Tensor, tangent, weight)
+    graph = g.give(
+        {
+            StageOutput(0, "forward"): passed,
+            StageOutput(3, "forward"): product,
+            StageOutput(4, "forward"): weight,
+            StageOutput(1, "backward"): back,
+            Gradient(Parameter("w")): g.call(aten.mul.Tensor, tangent, x),
+        }
+    )
+    assert sent_bytes(graph) == (2 * 16, 16)
 
 
 def test_there_is_room_for_what_comes_next():
