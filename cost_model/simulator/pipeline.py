@@ -75,7 +75,8 @@ def simulate_pipeline(
         stages: cost of each stage while all ranks compute; stage s is on rank s % ranks.
         transfer: seconds of a transfer between neighbouring ranks, by its bytes.
         issue_s: seconds that a transfer occupies the computing thread, at either end.
-        late_s: extra seconds of a transfer while ranks compute.
+        late_s: extra seconds of a transfer while all ranks but its receiver compute. Where they
+            share cores, fewer of them delay it less.
         oversubscription: ranks for each core that they share, at least 1.
 
     Raises:
@@ -185,13 +186,25 @@ class _Run:
         start = max(self.now[rank], self.link_free.get((rank, other), 0.0))
         seconds = self.transfer(nbytes) if other != rank else 0.0
         end = start + seconds
-        self.arrivals[_receiver(receiver)] = end + self.late_s if seconds else end
+        late_s = self.late_s * self._crowd(rank)
+        self.arrivals[_receiver(receiver)] = end + late_s if seconds else end
         if seconds:
             self.now[rank] += self.issue_s
             self.link_free[rank, other] = end
             self.transfer_s += seconds
             self.events.append(Event(str(receiver), f"rank {rank} to {other}", start, end, SEND))
         self._schedule(other)
+
+    def _crowd(self, sender: int) -> float:
+        """Computing ranks and a receiver beyond the cores, as a fraction of all such ranks."""
+        cores = self.ranks / self.oversubscription
+        if self.oversubscription <= 1.0:
+            return 1.0
+        queue, now = self.queues[sender], self.now[sender]
+        arrival = self._arrival(queue[0]) if queue else None
+        goes_on = arrival is not None and arrival <= now
+        computing = len(self.running) + goes_on + 1
+        return min(1.0, max(0.0, computing - cores) / (self.ranks - cores))
 
 
 def _receiver(action: Action) -> Action:

@@ -80,6 +80,31 @@ def test_who_waits_leaves_cores_to_the_others():
         assert found.exposed_s == 0.0
 
 
+@pytest.mark.parametrize(("oversubscription", "late"), [(1.0, 2 * 0.3), (2.0, 0.0)])
+def test_a_message_is_not_late_where_a_core_is_free(oversubscription, late):
+    """With one micro-batch a receiver computes alone."""
+    stages = [StageCost(1.0, 1.0, sent_bytes=1), StageCost(1.0, 1.0, returned_bytes=1)]
+    made = orders("gpipe", 2, 1)
+    found = simulate_pipeline(
+        made, stages, lambda nbytes: 0.5, late_s=0.3, oversubscription=oversubscription
+    )
+    assert found.step_s == pytest.approx(4.0 / oversubscription + 2 * 0.5 + late)
+
+
+def test_a_message_is_late_where_its_sender_goes_on():
+    """Two ranks on one core: the sender's second forward competes with the receiver."""
+    stages = [StageCost(1.0, 1.0, sent_bytes=1), StageCost(1.0, 1.0, returned_bytes=1)]
+
+    def begin(late_s):
+        found = simulate_pipeline(
+            orders("gpipe", 2, 2), stages, lambda _: 1e-9, late_s=late_s, oversubscription=2.0
+        )
+        (first, *_) = (event for event in found.timeline if event.stream == "rank 1")
+        return first.start_s
+
+    assert begin(0.3) == pytest.approx(begin(0.0) + 0.3)
+
+
 def test_what_happens_once_a_step():
     stages = [StageCost(1.0, 1.0, first_s=3.0, last_s=5.0)]
     assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda n: 0.0).step_s == 8 + 3 + 5
