@@ -170,7 +170,10 @@ class OperatorTimes:
         if self.on_host:
             lacking = self._missing_graphs(graphs, ranks)
             if _REPLAYS * sum(map(self._graph_s, lacking)) <= limit_s:
-                for name, seconds in replay_step(lacking, ranks, budget_s=budget_s).items():
+                # threads of an operator would need clocks of their own
+                shared = self.oversubscription if self.setting.threads == 1 else 1.0
+                options = {"budget_s": budget_s, "ranks_per_core": shared}
+                for name, seconds in replay_step(lacking, ranks, **options).items():
                     add(name, seconds, rehearsed=True)
             for name, seconds in self._timed(Stopwatch(), missing(), limit_s).items():
                 add(name, seconds)

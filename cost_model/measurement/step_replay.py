@@ -6,6 +6,9 @@ memory, the other ranks and Python's overhead are then as in a step. A collectiv
 the calling thread (allocates, copies) and sends one number: issuing it costs as much as in a step,
 and its wait lasts as long as the ranks are out of step.
 
+Where ranks outnumber the cores, the wall time of an operator depends on how many ranks wait. Its
+seconds are then CPU time at an equal part of the cores, and waits take the rest of the step.
+
 The seconds of an operator are a mean over ranks, rounds and equal nodes, scaled to add up to the
 median round. Means add up, medians do not.
 """
@@ -41,6 +44,8 @@ log = logging.getLogger(__name__)
 c10d = torch.ops._c10d_functional
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _MEMORY_SHARE = 0.6  # largest share of free memory for the tensors of all ranks here
+_UPDATED = 4  # an update reads or writes parameters, gradients and, for AdamW, two states
+_SWEPT = 64 * 2**20  # most bytes of an update that matter to a cache
 
 
 @dataclass(frozen=True)
@@ -76,15 +81,19 @@ SINGLE_RANK = ReplayGroup(lambda: None, lambda value: [value])
 
 
 def replay_step(
-    graphs: Sequence[TrainingGraph], ranks: ReplayGroup = SINGLE_RANK, *, budget_s: float = 2.0
+    graphs: Sequence[TrainingGraph],
+    ranks: ReplayGroup = SINGLE_RANK,
+    *,
+    budget_s: float = 2.0,
+    ranks_per_core: float = 1.0,
 ) -> dict[str, float]:
     """Seconds of each operator of lowered graphs on a CPU, by `time_key`; every rank calls it.
 
     The graphs of a rank take turns for `budget_s` seconds, three rounds of each at least. The
     result is the same on every rank. It lacks graphs that cannot be run, and is empty if one needs
-    too much memory.
+    too much memory. `ranks_per_core` is 1 where each rank has a core.
     """
-    with _prepared(graphs, ranks) as programs:
+    with _prepared(graphs, ranks, ranks_per_core) as programs:
         return _times(programs, ranks, budget_s) if programs else {}
 
 
@@ -124,7 +133,7 @@ def _scaled(
 
 @contextlib.contextmanager
 def _prepared(
-    graphs: Sequence[TrainingGraph], ranks: ReplayGroup
+    graphs: Sequence[TrainingGraph], ranks: ReplayGroup, ranks_per_core: float
 ) -> Iterator[Sequence[TimedProgram]]:
     """The programs of graphs that ran once on every rank; released at the end."""
     need = max((simulate_memory(graph).peak for graph in graphs), default=0)
@@ -134,7 +143,7 @@ def _prepared(
         programs = dict[int, TimedProgram]()
         for index, graph in enumerate(graphs) if suffices else ():
             try:
-                program = TimedProgram(graph)
+                program = TimedProgram(graph, ranks_per_core)
                 made.callback(program.release)
                 program.run(SINGLE_RANK)
             except Exception as error:  # its operators are then timed alone
@@ -151,9 +160,11 @@ class TimedProgram:
     `keys` has the `time_key` of each interval between two ticks; None for those that do not count.
     """
 
-    def __init__(self, graph: TrainingGraph) -> None:
+    def __init__(self, graph: TrainingGraph, ranks_per_core: float = 1.0) -> None:
         self.keys: list[str | None] = []
-        self._ticks: list[float] = []
+        self._waits: list[bool] = []  # whether each interval is a wait
+        self._ticks: list[tuple[float, float]] = []  # wall and CPU time
+        self._ranks_per_core = ranks_per_core
         self._group: str | None = None
         self._pending: dict[str, torch.Tensor] = {}
         module = fx.GraphModule(dict(graph.constants), graph.copy().graph)
@@ -166,27 +177,46 @@ class TimedProgram:
         self._program = module.forward
         with torch.random.fork_rng([]):
             self._arguments = arguments_of(graph)
+        pairs = zip(graph.inputs, self._arguments, strict=True)
+        held = sum(value.nbytes for role, value in pairs if isinstance(role, Parameter))
+        self._swept = min(_UPDATED * held, _SWEPT)
 
     def run(self, ranks: ReplayGroup) -> list[float]:
-        """Seconds of each interval of one run, from a common start."""
+        """Seconds of each interval of one run, from a common start, after a sweep of the caches."""
         self._ticks.clear()
         self._group = ranks.group
         with torch.random.fork_rng([]), torch.no_grad():
+            torch.zeros(self._swept, dtype=torch.uint8).add_(1)
             ranks.line_up()
             self._tick()
             self._program(list(self._arguments))
-        return [after - before for before, after in pairwise(self._ticks)]
+        spans = [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(self._ticks)]
+        if self._ranks_per_core <= 1.0:
+            return [wall_s for wall_s, _ in spans]
+        return self._on_shared_cores(spans)
+
+    def _on_shared_cores(self, spans: Sequence[tuple[float, float]]) -> list[float]:
+        """CPU time at an equal part of the cores; waits share the remaining wall time."""
+        each = [
+            wall_s if waits else cpu_s * self._ranks_per_core
+            for (wall_s, cpu_s), waits in zip(spans, self._waits, strict=True)
+        ]
+        waited_s = sum(wall_s for wall_s, waits in zip(each, self._waits, strict=True) if waits)
+        rest_s = sum(wall_s for wall_s, _ in spans) - (sum(each) - waited_s)
+        part = max(0.0, rest_s) / waited_s if waited_s else 0.0
+        return [s * part if waits else s for s, waits in zip(each, self._waits, strict=True)]
 
     def release(self) -> None:
         """Frees the tensors, which a reference cycle would keep."""
         self._arguments.clear()
 
     def _tick(self) -> None:
-        self._ticks.append(time.perf_counter())
+        self._ticks.append((time.perf_counter(), time.thread_time()))
 
     def _instrument(self, graph: fx.Graph, node: fx.Node, key: str, source: fx.Node | None) -> None:
         """Inserts a tick after a node, and replaces a collective or wait by its stand-in."""
         self.keys.append(key)
+        self._waits.append(is_wait(node))
         sends = collective_of(node) is not None
         if sends:
             node.target = self._sender(node.name, _stand_in(node))
@@ -196,6 +226,7 @@ class TimedProgram:
             last = graph.call_function(self._tick)
         if sends:
             self.keys.append(None)
+            self._waits.append(False)
             with graph.inserting_after(last):
                 last = graph.call_function(_arrive, (node,))
             with graph.inserting_after(last):

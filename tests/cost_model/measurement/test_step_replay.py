@@ -6,6 +6,7 @@ import torch
 
 from autopar.cost_model.kernels.signature import time_key
 from autopar.cost_model.measurement.step_replay import (
+    SINGLE_RANK,
     ReplayGroup,
     TimedProgram,
     arguments_of,
@@ -55,6 +56,27 @@ def test_times_add_up_to_the_mean_rank_of_a_middling_round():
     found = replay_step([graph], ReplayGroup(lambda: None, gather), budget_s=0.01)
     total = sum(found[key] for key in TimedProgram(graph).keys if key is not None)
     assert total == pytest.approx(1.5 * statistics.median(totals))
+
+
+def test_ranks_that_share_cores_are_timed_by_cpu_time(monkeypatch):
+    """Operators take 2 ms of CPU time each, and waits the rest of a run's wall time."""
+    clock = [0.0, 0.0]
+
+    def tick(program):
+        clock[0] += 5e-3
+        clock[1] += 2e-3
+        program._ticks.append(tuple(clock))
+
+    monkeypatch.setattr(TimedProgram, "_tick", tick)
+    program = TimedProgram(classifier(), ranks_per_core=2.0)
+    spans = program.run(SINGLE_RANK)
+    waits = [key is not None and key.startswith("wait for") for key in program.keys]
+    assert sum(spans) == pytest.approx(5e-3 * len(spans))
+    assert [s for s, waited in zip(spans, waits, strict=True) if not waited] == pytest.approx(
+        [2 * 2e-3] * (len(spans) - 1)
+    )
+    alone = TimedProgram(classifier()).run(SINGLE_RANK)
+    assert alone == pytest.approx([5e-3] * len(spans))
 
 
 def test_integers_stay_inside_of_the_tables_they_index():
