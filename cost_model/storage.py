@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from autopar.cost_model.cost import Cost
+from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.curves.curve import Curve
 
 LANE = "storage"
@@ -27,12 +28,21 @@ class Storage:
         read: seconds of a read by bytes.
         provenance: origin of both.
         folder: folder that was measured; "" for none.
+        on_compute: factor on the time of compute beside transfers, at least 1.
+        beside_compute: factor on the time of transfers beside compute, at least 1.
     """
 
     write: Curve
     read: Curve
     provenance: str
     folder: str = ""
+    on_compute: float = 1.0
+    beside_compute: float = 1.0
+
+    def __post_init__(self) -> None:
+        factors = self.on_compute, self.beside_compute
+        if not all(math.isfinite(factor) and factor >= 1.0 for factor in factors):
+            raise ClusterError(f"factors of slowdown are numbers from 1, not {factors}")
 
     def seconds(self, kind: str, nbytes: int) -> Cost:
         """The time of a transfer, of kind `WRITE` or `READ`."""

@@ -94,10 +94,16 @@ class StorageRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: CurvePoints
     provenance: Provenance
     folder: str
+    on_compute: Amount = 1.0  # older documents lack both factors
+    beside_compute: Amount = 1.0
 
     @property
     def entry(self) -> Storage:
-        return Storage(self.write.curve, self.read.curve, self.provenance, self.folder)
+        curves, factors = (
+            (self.write.curve, self.read.curve),
+            (self.on_compute, self.beside_compute),
+        )
+        return Storage(*curves, self.provenance, self.folder, *factors)
 
 
 class ClusterDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,7 +154,7 @@ def _check(document: ClusterDocument) -> None:
         try:
             _ = document.storage.entry
         except ClusterError as error:
-            raise FieldError("$.storage", f"has no curves: {error}") from error
+            raise FieldError("$.storage", f"is no storage: {error}") from error
     seen: set[CurveKey] = set()
     for index, row in enumerate(document.curves):
         path = f"$.curves[{index}]"

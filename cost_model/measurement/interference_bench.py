@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.measurement.bench import Bench
+from autopar.cost_model.measurement.sample_compute import sample_compute
 
 _SIZES = (64 * 2**10, 2**20, 8 * 2**20)
 _TRIALS = 3
 _TRIAL_S = 0.03  # seconds of communication in a trial
 _LONGEST_S = 0.2  # slowest collective: larger sizes are left out
-_SIDE = 160  # rows and columns of the multiplied matrices
-_STREAMED = 1 << 18  # elements read, and written to fresh memory
 _CALLS = 20
 _MESSAGES, _MESSAGE = 24, 64 * 2**10  # number of timed messages, and their bytes
 _BUSY_S, _PAUSE_S = 0.01, 0.002  # seconds of compute with a message, and before it
@@ -54,7 +53,7 @@ def shared_gpu(bench: Bench) -> Slowdown:
 def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
     """The slowdown of compute and of all-reduces of this size; None if one takes too long."""
     buffer = torch.zeros(nbytes // 4)
-    chunk = _chunk()
+    chunk = sample_compute()
 
     def issue(count: int) -> list[Any]:
         made = [dist.all_reduce(buffer, group=bench.group, async_op=True) for _ in range(count)]
@@ -97,17 +96,6 @@ def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
     return max(1.0, factors[0]), max(1.0, factors[1])
 
 
-def _chunk() -> Callable[[], None]:
-    """A fraction of a millisecond of compute."""
-    matrix, stream = torch.rand(_SIDE, _SIDE), torch.rand(_STREAMED)
-
-    def run() -> None:
-        torch.mm(matrix, matrix)
-        torch.add(stream, stream)
-
-    return run
-
-
 def _call_costs(bench: Bench) -> tuple[float, float]:
     """Thread seconds of issuing a collective, and of waiting for one that has ended."""
     issue = bench.issuer("all_to_all", bench.group, 1024)
@@ -129,7 +117,7 @@ def _late_s(bench: Bench) -> float:
     """Extra seconds of a message while all ranks compute except its receiver."""
     if bench.world_size == 1:
         return 0.0
-    message, chunk, times = torch.zeros(_MESSAGE // 4), _chunk(), []
+    message, chunk, times = torch.zeros(_MESSAGE // 4), sample_compute(), []
 
     def compute() -> None:
         end = time.perf_counter() + _PAUSE_S + _BUSY_S
@@ -160,7 +148,7 @@ def _record_s(bench: Bench) -> float:
     """Seconds by which an exchange of records lengthens compute of all ranks."""
     if bench.world_size == 1:
         return 0.0
-    chunk, differences = _chunk(), []
+    chunk, differences = sample_compute(), []
     record, rows = [0] * RECORD_NUMBERS, RowExchange(bench.group)
 
     def timed(chunks: int, *, exchanges: bool) -> float:

@@ -2,7 +2,7 @@
 
 Operators run one after another on the compute stream. A collective starts once it is issued and
 the stream of its axis is free. A wait stalls compute until the collective has ended. Reads and
-writes of storage follow one another on a stream of their own, and slow nothing down.
+writes of storage follow one another on a stream of their own.
 
 The host issues all of these to a GPU, one after another: none starts before it is issued, and views
 take time of the host only. The step ends when both have. The host waits for the device only where
@@ -207,11 +207,12 @@ class _Run:
         """Starts to write a value to storage, or to read one."""
         moved = node.args[0] if kind == WRITE else node
         nbytes = sum(map(tensor_bytes, tensors(moved)))  # type: ignore[arg-type]
-        price = (self.cluster.storage or UNMEASURED).seconds(kind, nbytes)
+        storage = self.cluster.storage or UNMEASURED
+        price, factors = storage.seconds(kind, nbytes), (storage.on_compute, storage.beside_compute)
         self.sources[price.kind] += 1
         self.prices[node] = price.seconds
         transfer = Transfer(kind, LANE, nbytes, GroupShape(1, 1), "uint8")
-        self.flights[node] = self.clock.issue(node.name, transfer, price.seconds)
+        self.flights[node] = self.clock.issue(node.name, transfer, price.seconds, factors)
 
     def _wait(self, node: fx.Node, source: fx.Node) -> None:
         """Stalls until a collective has ended and late ranks have come.

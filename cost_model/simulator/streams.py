@@ -2,7 +2,8 @@
 
 Compute and the first collective of each axis run at once. Meanwhile compute takes
 `slowdown.of_compute` times as long, and a collective `slowdown.of_communication` times. Collectives
-of two axes share their links evenly if both stay inside nodes, or if both cross nodes.
+of two axes share their links evenly if both stay inside nodes, or if both cross nodes. Transfers
+of storage have factors of their own.
 """
 
 from __future__ import annotations
@@ -94,12 +95,21 @@ class Clock:
                 seconds -= self._advance(seconds)
         self._record(name, start, COMPUTE)
 
-    def issue(self, name: str, transfer: Transfer, seconds: float) -> Flight:
-        """Appends a collective to the queue of its axis."""
-        slowdown, nbytes = self._slowdown, transfer.nbytes
-        factors = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
-        if transfer.axis == LANE:
-            factors = 1.0, 1.0
+    def issue(
+        self,
+        name: str,
+        transfer: Transfer,
+        seconds: float,
+        factors: tuple[float, float] | None = None,
+    ) -> Flight:
+        """Appends a collective to the queue of its axis, or a transfer to that of storage.
+
+        `factors` are the slowdowns of compute and of the transfer by each other, those of
+        collectives of its size by default.
+        """
+        if factors is None:
+            slowdown, nbytes = self._slowdown, transfer.nbytes
+            factors = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
         now = self.now
         flight = Flight(name, transfer, seconds, now, now, now, *factors)
         if seconds > 0.0:
@@ -163,11 +173,12 @@ class Clock:
 
 def _pace(flight: Flight, heads: list[Flight], computing: bool) -> float:
     """Simulated seconds for each second of a collective, among those that run at once."""
+    slower = flight.beside_compute if computing else 1.0
     if flight.transfer.axis == LANE:
-        return 1.0
+        return slower
     crosses = flight.transfer.shape.nodes > 1
     sharing = sum(
         (other.transfer.shape.nodes > 1) == crosses and other.transfer.axis != LANE
         for other in heads
     )
-    return sharing * (flight.beside_compute if computing else 1.0)
+    return sharing * slower

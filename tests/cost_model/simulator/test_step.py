@@ -4,6 +4,7 @@ import pytest
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import Slowdown
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
@@ -11,6 +12,8 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing, TimingContext
 from autopar.cost_model.simulator.step import simulate
+from autopar.cost_model.simulator.streams import Clock
+from autopar.cost_model.storage import LANE, WRITE
 from autopar.ir.roles import Gradient, Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
 
@@ -159,3 +162,13 @@ def test_an_unknown_axis_is_an_error():
     issued = g.call(c10d.all_reduce.default, x, "sum", "tp")
     with pytest.raises(ClusterError, match="communicates over 'tp'"):
         step(g.give({Output(0): issued}), APART)
+
+
+def test_transfers_of_storage_and_compute_slow_each_other_down():
+    clock = Clock(APART)
+    transfer = Transfer(WRITE, LANE, BYTES, GroupShape(1, 1), "uint8")
+    flight = clock.issue("write", transfer, 1.0, (2.0, 1.5))
+    clock.compute("product", 1.0)
+    assert (flight.end_s, clock.now) == pytest.approx((1.5, 0.75 + 1.0))
+    clock.wait("read", clock.issue("read", transfer, 1.0, (2.0, 1.5)))
+    assert clock.now == pytest.approx(2.75)

@@ -64,6 +64,13 @@ def test_a_cluster_keeps_its_storage_and_older_documents_have_none(tmp_path: Pat
     assert again.storage == measured.storage
     assert again.storage is not None
     assert again.storage.read(1 << 26) > again.storage.read(1 << 16)
+    assert min(again.storage.on_compute, again.storage.beside_compute) >= 1.0
+    del document["storage"]["on_compute"], document["storage"]["beside_compute"]
+    older = Cluster.from_dict(document).storage
+    assert older is not None
+    assert older.on_compute == older.beside_compute == 1.0
+    with pytest.raises(ClusterError, match=r"\$\.storage.*from 1"):
+        Cluster.from_dict({**document, "storage": {**document["storage"], "on_compute": 0.5}})
     del document["storage"]
     assert Cluster.from_dict(document).storage is None
     with pytest.raises(ClusterError, match=r"\$\.storage"):
