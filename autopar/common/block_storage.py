@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,23 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def round_up(size: int, unit: int = PAGE) -> int:
     """The next multiple of `unit`."""
     return -(-size // unit) * unit
+
+
+def split_blocks(sizes: Sequence[int], block_bytes: int) -> Iterator[range]:
+    """Indices of neighbours with at most `block_bytes` together, by their sizes in bytes.
+
+    A block of a few bytes between large ones would leave the storage idle while these are stepped.
+    So there is room for small neighbours beside the largest one.
+    """
+    limit = max(block_bytes, max(sizes, default=0) * 17 // 16)
+    first = filled = 0
+    for index, size in enumerate(sizes):
+        if index > first and filled + size > limit:
+            yield range(first, index)
+            first, filled = index, 0
+        filled += size
+    if sizes:
+        yield range(first, len(sizes))
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.common.block_storage import BlockStorage
+from autopar.common.block_storage import BlockStorage, split_blocks
 from autopar.common.checks import nbytes
 from autopar.errors import StrategyError
 from autopar.offload.block import StateBlock, hyperparameters
@@ -43,7 +43,8 @@ class OffloadedOptimizer(Optimizer):
         kind: class of an optimizer that treats parameters one by one.
         params: parameters, or groups of them.
         folder: folder on the storage; the file has no name and vanishes with its process.
-        block_bytes: bytes of parameters to step at once, or a text such as "64MiB".
+        block_bytes: bytes of parameters to step at once, or a text such as "64MiB". A block that
+            holds the largest parameter, and some small ones, may be larger.
         master_dtype: dtype of copies of the parameters on storage that are stepped in their place,
             such as torch.float32 for a model in bf16; None for none.
         checked: compare a checksum of all states that are read.
@@ -161,7 +162,8 @@ class OffloadedOptimizer(Optimizer):
             self._storage = BlockStorage(self._folder, self._checked)
         for group in self.param_groups[self._num_split :]:
             own = [p for p in group["params"] if not is_remote(p)]
-            for parameters in _split(own, self.block_bytes):
+            for block in split_blocks([local_part(p).nbytes for p in own], self.block_bytes):
+                parameters = [own[index] for index in block]
                 self._blocks.append((group, StateBlock(parameters, self._master_dtype)))
         self._num_split = len(self.param_groups)
 
@@ -225,18 +227,3 @@ class OffloadedOptimizer(Optimizer):
         buffer, written = self._writing.popleft()
         written.result()
         self._free.append(buffer)
-
-
-def _split(parameters: Sequence[nn.Parameter], block_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbouring parameters of at most `block_bytes` on this rank, or one larger."""
-    block: list[nn.Parameter] = []
-    filled = 0
-    for parameter in parameters:
-        nbytes = local_part(parameter).nbytes
-        if block and filled + nbytes > block_bytes:
-            yield block
-            block, filled = [], 0
-        block.append(parameter)
-        filled += nbytes
-    if block:
-        yield block

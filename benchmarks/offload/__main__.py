@@ -1,6 +1,7 @@
 """Offload to storage: its exactness, its memory, and the seconds of a step.
 
 python -m benchmarks.offload FOLDER              # a step in memory, on storage, and with hooks
+python -m benchmarks.offload FOLDER --states     # an optimizer's step, beside DeepSpeed's
 python -m benchmarks.offload FOLDER --exactness  # models x plans x what lies on storage
 python -m benchmarks.offload FOLDER --fits       # under a limit of the process's memory
 python -m benchmarks.offload FOLDER --regret     # the planner's choice beside all combinations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offload import regret
+from benchmarks.offload import regret, states
 from benchmarks.offload.exactness import CONTENTS, NAMES, PLANS, sweep
 from benchmarks.offload.fits import fits
 from benchmarks.offload.steps import compare
@@ -32,6 +33,7 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--exactness", action="store_true")
     kinds.add_argument("--fits", action="store_true")
+    kinds.add_argument("--states", action="store_true")
     kinds.add_argument("--regret", action="store_true")
     parser.add_argument("--models", type=lambda text: text.split(","), metavar="A,B")
     parser.add_argument("--plans", help="for --exactness", **some(PLANS))
@@ -53,10 +55,15 @@ def main() -> int:
     if options.fits:
         sizes = options.rows or 64, options.width or 512, options.layers or 64
         return 0 if fits(options.folder, options.limit, *sizes, options.output) else 1
-    sizes = options.rows or 4096, options.width or 512, options.layers or 6
-    found = compare(options.folder, *sizes, options.rounds) | about()
+    if options.states:
+        sizes = options.rows or 64, options.width or 1024, options.layers or 4
+        found = states.compare(options.folder, *sizes, options.rounds) | about()
+    else:
+        sizes = options.rows or 4096, options.width or 512, options.layers or 6
+        found = compare(options.folder, *sizes, options.rounds) | about()
     for name, seconds in found["seconds"].items():
-        print(f"{name:8} {seconds * 1e3:8.1f} ms  {found['ratio'][name]:.2f} x memory")
+        print(f"{name:9} {seconds * 1e3:8.1f} ms")
+    print({name: found[name] for name in ("ratio", "losses", "reached") if name in found})
     if options.output:
         save(options.output, found)
     return 0

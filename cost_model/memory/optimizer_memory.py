@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree, storage_key
+from autopar.common.block_storage import split_blocks
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
 from autopar.ir.graph import tensor_bytes
@@ -90,8 +91,10 @@ class OptimizerMemory:
 
     def at_once(self, sizes: Sequence[int]) -> int:
         """Bytes of parameters that are stepped at once, of parameters of these sizes in bytes."""
-        total = sum(sizes)
-        return total if self.block_bytes is None else min(total, max(self.block_bytes, *sizes, 0))
+        if self.block_bytes is None:
+            return sum(sizes)
+        blocks = split_blocks(sizes, self.block_bytes)
+        return max((sum(sizes[block.start : block.stop]) for block in blocks), default=0)
 
     def buffers(self, sizes: Sequence[int]) -> int:
         """Bytes of the states in memory of an optimizer whose states lie on storage.
