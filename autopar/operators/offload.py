@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar.common.block_storage import PAGE, BlockStorage, Extent
+from autopar.common.heap import LARGE, use_huge_pages
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("offload(Tensor value, str folder) -> Tensor")
@@ -97,7 +98,10 @@ def empty_pages(size: int) -> Tensor:
     """New memory of some bytes that begins at a page."""
     memory = torch.empty(size + PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE
-    return memory[start : start + size]
+    pages = memory[start : start + size]
+    if size >= LARGE:  # freed whole, so that nothing else is in its pages
+        use_huge_pages(pages.data_ptr(), size)
+    return pages
 
 
 def _prefetched(buffer: Tensor, ticket: Tensor) -> Tensor:

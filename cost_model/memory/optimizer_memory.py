@@ -99,9 +99,9 @@ class OptimizerMemory:
     def buffers(self, sizes: Sequence[int]) -> int:
         """Bytes of the states in memory of an optimizer whose states lie on storage.
 
-        One block is read, one is stepped, and one is written.
+        One block is read, one is stepped, and two are written.
         """
-        return round(self.stored * min(3 * self.at_once(sizes), sum(sizes)))
+        return round(self.stored * min(4 * self.at_once(sizes), sum(sizes)))
 
     def needed(self, sizes: Sequence[int]) -> int:
         """Bytes of a step's temporaries beside `every`, for parameters of these sizes in bytes."""
