@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from autopar.common.heap import return_freed_memory
 from autopar.errors import OffloadError
 
@@ -84,7 +86,7 @@ class BlockStorage:
         self._free: dict[int, list[Extent]] = {}
         self._file = _open_anonymous(folder)
         self._piece = mmap.mmap(-1, PIECE)
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-read")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="autopar-offload-read")
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-write")
 
     def allocate(self, size: int) -> Extent:
@@ -158,7 +160,9 @@ class BlockStorage:
                 self._write_at(extent.offset, view)
             for start in range(0, 0 if direct else len(view), PIECE):
                 piece = view[start : start + PIECE]
-                self._piece[: len(piece)] = piece
+                np.copyto(
+                    np.frombuffer(self._piece, np.uint8, len(piece)), piece
+                )  # without the GIL
                 whole = memoryview(self._piece)[: round_up(len(piece))]
                 self._write_at(extent.offset + start, whole)
         except OSError as error:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from autopar.common.block_storage import BlockStorage, Extent
@@ -20,6 +21,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.host import Host
 from autopar.cost_model.measurement.sample_compute import sample_compute
 from autopar.cost_model.storage import Storage
+from autopar.operators.offload import empty_pages
 
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 """Sizes of transfers in bytes, 64 KiB to 64 MiB."""
@@ -27,15 +29,15 @@ SIZES = tuple(1 << power for power in range(16, 27, 2))
 QUICK_S = 1.5
 """Seconds to spend where a plan needs the curves."""
 
-_TRIALS = 5
-_MOVED, _MOVES = 4 << 20, 4  # bytes of a transfer beside compute, and transfers in a trial
+_TRIALS = 9
+_MOVED, _MOVES = 1 << 20, 48  # bytes of a transfer beside compute, and transfers in a trial
 
 
 def measure_storage(folder: str, budget_s: float = QUICK_S) -> Storage:
     """Times of transfers one after another, as activations move; all ranks call this at once.
 
     Each rank has a file in the folder, and the files are used at once. The times are those of the
-    calling rank. `budget_s` is for transfers alone; half a second more goes to compute beside them.
+    calling rank. `budget_s` is for transfers alone; those beside compute take two seconds more.
 
     Raises:
         OffloadError: the folder cannot be written, or is full.
@@ -59,20 +61,22 @@ def measure_storage(folder: str, budget_s: float = QUICK_S) -> Storage:
                 samples[kind][size].append(time.perf_counter() - start)
     curves = {kind: Curve.fit(times) for kind, times in samples.items()}
     today = f"measured {date.today()} on {Host.here().name}"
-    factors = _factors(storage, Extent(extent.offset, _MOVED), buffer)
-    return Storage(curves["write"], curves["read"], today, str(folder), *factors)
+    return Storage(curves["write"], curves["read"], today, str(folder), *_factors(storage))
 
 
-def _factors(storage: BlockStorage, extent: Extent, buffer: mmap.mmap) -> tuple[float, float]:
+def _factors(storage: BlockStorage) -> tuple[float, float]:
     """The slowdowns of compute and of transfers by each other."""
+    extents = [storage.allocate(_MOVED) for _ in range(_MOVES)]
+    value = torch.rand(_MOVED // 4).view(torch.uint8)
     compute, trials = sample_compute(), []
+    _timed(storage, extents, value)
     for _ in range(_TRIALS):
         _line_up()
-        quiet_s, _ = _timed(storage, extent, buffer)
+        quiet_s, _ = _timed(storage, extents, value)
         _line_up()
         piece_s = _piece_s(compute, quiet_s)
         _line_up()
-        both_s, pieces = _timed(storage, extent, buffer, compute)
+        both_s, pieces = _timed(storage, extents, value, compute)
         trials.append((both_s / (pieces * piece_s), both_s / quiet_s))
     compute_by, transfers_by = map(statistics.median, zip(*trials, strict=True))
     return max(1.0, compute_by), max(1.0, transfers_by)
@@ -80,19 +84,25 @@ def _factors(storage: BlockStorage, extent: Extent, buffer: mmap.mmap) -> tuple[
 
 def _timed(
     storage: BlockStorage,
-    extent: Extent,
-    buffer: mmap.mmap,
+    extents: Sequence[Extent],
+    value: torch.Tensor,
     compute: Callable[[], None] | None = None,
 ) -> tuple[float, int]:
-    """Seconds of some writes and then reads, and the pieces of compute that ran beside them."""
+    """Seconds to write a value and then read it, and the pieces of compute that ran beside.
+
+    As in a step it is written from memory of torch, and read into new memory.
+    """
     start, pieces = time.perf_counter(), 0
-    for _ in range(_MOVES):
-        storage.write(extent, buffer)
-    *_, last = [storage.read(extent, buffer) for _ in range(_MOVES)]  # after the last write
-    while compute is not None and not last.done():
+    for extent in extents:
+        storage.write(extent, value.numpy().data)
+    memory = [empty_pages(extent.size) for extent in extents]
+    pairs = zip(extents, memory, strict=True)
+    reads = [storage.read(extent, pages.numpy().data) for extent, pages in pairs]
+    while compute is not None and not all(read.done() for read in reads):
         compute()
         pieces += 1
-    last.result()
+    for read in reads:
+        read.result()
     return time.perf_counter() - start, max(1, pieces)
 
 
