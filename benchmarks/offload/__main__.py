@@ -4,6 +4,7 @@ python -m benchmarks.offload FOLDER              # a step in memory, on storage,
 python -m benchmarks.offload FOLDER --states     # an optimizer's step, beside DeepSpeed's
 python -m benchmarks.offload FOLDER --exactness  # models x plans x what lies on storage
 python -m benchmarks.offload FOLDER --fits       # under a limit of the process's memory
+python -m benchmarks.offload FOLDER --largest    # the largest model under such a limit
 python -m benchmarks.offload FOLDER --regret     # the planner's choice beside all combinations
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from benchmarks.offload import regret, states
 from benchmarks.offload.exactness import CONTENTS, NAMES, PLANS, sweep
-from benchmarks.offload.fits import fits
+from benchmarks.offload.fits import fits, largest
 from benchmarks.offload.steps import compare
 from benchmarks.report import about, save
 
@@ -33,12 +34,13 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--exactness", action="store_true")
     kinds.add_argument("--fits", action="store_true")
+    kinds.add_argument("--largest", action="store_true")
     kinds.add_argument("--states", action="store_true")
     kinds.add_argument("--regret", action="store_true")
     parser.add_argument("--models", type=lambda text: text.split(","), metavar="A,B")
     parser.add_argument("--plans", help="for --exactness", **some(PLANS))
     parser.add_argument("--contents", help="for --exactness", **some(CONTENTS))
-    parser.add_argument("--limit", type=int, default=512, help="MiB, for --fits")
+    parser.add_argument("--limit", type=int, default=512, help="MiB, for --fits and --largest")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--layers", type=int)
@@ -55,6 +57,9 @@ def main() -> int:
     if options.fits:
         sizes = options.rows or 64, options.width or 512, options.layers or 64
         return 0 if fits(options.folder, options.limit, *sizes, options.output) else 1
+    if options.largest:
+        sizes = options.rows or 64, options.width or 1024
+        return 0 if largest(options.folder, options.limit, *sizes, options.output) else 1
     if options.states:
         sizes = options.rows or 64, options.width or 1024, options.layers or 4
         found = states.compare(options.folder, *sizes, options.rounds) | about()

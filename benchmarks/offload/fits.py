@@ -26,6 +26,7 @@ from benchmarks.report import about, save
 from tests.harness.worlds import Raised, run_isolated
 
 STEPS = 3
+FEWEST = 8  # layers of the first model of a search
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "amsgrad": True}
 WAYS: Mapping[str, tuple[int, Mapping[str, Any] | None]] = {
     "storage": (1, {"offload": "activations+parameters"}),
@@ -52,6 +53,29 @@ def fits(
         if json:
             save(json, {**about(), **sizes, "ways": found})
     return [way for way, own in found.items() if "died" not in own] == ["storage"]
+
+
+def largest(folder: Path, more_mib: int, rows: int, width: int, json: Path | None) -> bool:
+    """Searches the most layers that train on one process; whether storage has room for the most."""
+    sizes = {"more": more_mib << 20, "rows": rows, "width": width}
+    found: dict[str, Any] = {}
+    for way in ("plain", "recompute", "storage"):
+        found[way] = {}
+        alive, dead, layers = 0, None, FEWEST
+        while dead is None or dead - alive > max(1, alive // 20):
+            given = {"way": way, "folder": str(folder), "layers": layers, **sizes}
+            answer = run_isolated(train, 1, timeout=3000, expect_errors=True, **given)[0]
+            if isinstance(answer, Raised):
+                dead = layers
+            else:
+                alive, found[way] = layers, answer
+            layers = 2 * alive if dead is None else (alive + dead) // 2
+            print(f"{way}: {alive} layers train, {dead} do not", flush=True)
+            if json:
+                save(json, {**about(), **sizes, "largest": found})
+    counts = {way: answer.get("parameters", 0) for way, answer in found.items()}
+    print(counts)
+    return max(counts, key=lambda way: counts[way]) == "storage"
 
 
 def train(
