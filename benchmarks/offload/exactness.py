@@ -135,8 +135,10 @@ def train_on_rank(
             if saved:
                 model.load_full_state_dict(saved[0])
                 model.load_full_optimizer_state_dict(optimizer, saved[1])
+                model.rng_state = saved[2]
             losses += train(model, optimizer, case, steps)
-            saved = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
+            states = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
+            saved = *states, model.rng_state
     if chosen.strategy != "none":
         assert offload.storage_in(folder).size, "nothing was on storage"
     return Reference(losses, snapshot(saved[0]))
