@@ -28,6 +28,12 @@ PAGE = mmap.PAGESIZE
 PIECE = 4 << 20
 """Bytes that are copied at once to where direct transfers may start."""
 
+BUFFERS = 4
+"""Blocks of states in memory at once: one is read, one is stepped, and two are written in turn.
+
+With one to be written the next read would wait for it, 9 % of a step.
+"""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -85,7 +91,7 @@ class BlockStorage:
         self.size = 0
         self._free: dict[int, list[Extent]] = {}
         self._file = _open_anonymous(folder)
-        self._piece = mmap.mmap(-1, PIECE)
+        self._piece = np.frombuffer(mmap.mmap(-1, PIECE), np.uint8)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="autopar-offload-read")
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-write")
 
@@ -160,10 +166,8 @@ class BlockStorage:
                 self._write_at(extent.offset, view)
             for start in range(0, 0 if direct else len(view), PIECE):
                 piece = view[start : start + PIECE]
-                np.copyto(
-                    np.frombuffer(self._piece, np.uint8, len(piece)), piece
-                )  # without the GIL
-                whole = memoryview(self._piece)[: round_up(len(piece))]
+                np.copyto(self._piece[: len(piece)], piece)  # without the GIL
+                whole = self._piece[: round_up(len(piece))].data
                 self._write_at(extent.offset + start, whole)
         except OSError as error:
             raise self._explain(error, extent.size) from error

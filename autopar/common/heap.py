@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
+import mmap
+from typing import Any
 
 LARGE = 1 << 20
 KEPT = 4 << 20
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-_MADV_HUGEPAGE = 14  # sys/mman.h of Linux
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
 
 
 @functools.cache
@@ -20,7 +21,7 @@ def return_freed_memory() -> None:
     By default it keeps freed blocks of up to 32 MiB in its heap. Blocks that come and go in many
     sizes leave holes there, and the process grows to several times the memory in use.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE)
         mallopt(_TRIM_THRESHOLD, KEPT)
@@ -32,6 +33,11 @@ def use_huge_pages(address: int, size: int) -> None:
     `address` is a multiple of the page size, and `size` is in bytes. Nothing happens where the
     system has no such pages.
     """
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is not None and sys.platform == "linux":
-        madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+    if _HUGE_PAGES is not None:
+        _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _HUGE_PAGES)
+
+
+@functools.cache
+def _libc() -> Any:
+    """The C library of this process."""
+    return ctypes.CDLL(None)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.common.block_storage import BlockStorage, split_blocks
+from autopar.common.block_storage import BUFFERS, BlockStorage, split_blocks
 from autopar.common.checks import nbytes
 from autopar.errors import StrategyError
 from autopar.offload.block import StateBlock, hyperparameters
@@ -23,12 +23,6 @@ from autopar.offload.separable import check_separable
 from autopar.runtime.agreement.consensus import is_multi_rank, run_on_all_ranks
 from autopar.runtime.agreement.optimizer_steps import trains_a_module
 from autopar.runtime.parameters.distribute import is_remote, local_part
-
-BUFFERS = 4
-"""Blocks in memory at once: one is read, one is stepped, and up to two are written in turn.
-
-With one to be written the next read would wait for it, 9 % of a step.
-"""
 
 
 class OffloadedOptimizer(Optimizer):

@@ -99,11 +99,14 @@ class StorageRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def entry(self) -> Storage:
-        curves, factors = (
-            (self.write.curve, self.read.curve),
-            (self.on_compute, self.beside_compute),
+        return Storage(
+            self.write.curve,
+            self.read.curve,
+            self.provenance,
+            self.folder,
+            self.on_compute,
+            self.beside_compute,
         )
-        return Storage(*curves, self.provenance, self.folder, *factors)
 
 
 class ClusterDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

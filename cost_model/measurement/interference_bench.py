@@ -14,7 +14,11 @@ import torch.distributed as dist
 from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.measurement.bench import Bench
-from autopar.cost_model.measurement.sample_compute import sample_compute
+from autopar.cost_model.measurement.sample_compute import (
+    pieces_until,
+    sample_compute,
+    seconds_of_piece,
+)
 
 _SIZES = (64 * 2**10, 2**20, 8 * 2**20)
 _TRIALS = 3
@@ -68,20 +72,13 @@ def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
 
     def compute(seconds: float) -> float:
         bench.line_up()
-        start, done = time.perf_counter(), 0
-        while time.perf_counter() < start + seconds:
-            chunk()
-            done += 1
-        return (time.perf_counter() - start) / done
+        return seconds_of_piece(chunk, seconds)
 
     def both(count: int) -> tuple[float, int]:
         bench.line_up()
-        start, done = time.perf_counter(), 0
-        works = issue(count)
-        while not all(work.is_completed() for work in works):
-            chunk()
-            done += 1
-        return time.perf_counter() - start, max(1, done)
+        start, works = time.perf_counter(), issue(count)
+        done = pieces_until(chunk, lambda: all(work.is_completed() for work in works))
+        return time.perf_counter() - start, done
 
     first = max(bench.gather(min(communicate(1), communicate(1))))
     if first > _LONGEST_S and nbytes != _SIZES[0]:

@@ -197,14 +197,15 @@ class TimedProgram:
 
     def _on_shared_cores(self, spans: Sequence[tuple[float, float]]) -> list[float]:
         """CPU time at an equal part of the cores; waits share the remaining wall time."""
-        each = [
-            wall_s if waits else cpu_s * self._ranks_per_core
-            for (wall_s, cpu_s), waits in zip(spans, self._waits, strict=True)
+        pairs = list(zip(spans, self._waits, strict=True))
+        waited_s = sum(wall_s for (wall_s, _), waits in pairs if waits)
+        computed_s = sum(cpu_s for (_, cpu_s), waits in pairs if not waits) * self._ranks_per_core
+        rest_s = max(0.0, sum(wall_s for wall_s, _ in spans) - computed_s)
+        part = rest_s / waited_s if waited_s else 0.0
+        return [
+            wall_s * part if waits else cpu_s * self._ranks_per_core
+            for (wall_s, cpu_s), waits in pairs
         ]
-        waited_s = sum(wall_s for wall_s, waits in zip(each, self._waits, strict=True) if waits)
-        rest_s = sum(wall_s for wall_s, _ in spans) - (sum(each) - waited_s)
-        part = max(0.0, rest_s) / waited_s if waited_s else 0.0
-        return [s * part if waits else s for s, waits in zip(each, self._waits, strict=True)]
 
     def release(self) -> None:
         """Frees the tensors, which a reference cycle would keep."""

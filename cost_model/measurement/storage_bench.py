@@ -19,7 +19,11 @@ from autopar.common.block_storage import BlockStorage, Extent
 from autopar.common.groups import cpu_group
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.host import Host
-from autopar.cost_model.measurement.sample_compute import sample_compute
+from autopar.cost_model.measurement.sample_compute import (
+    pieces_until,
+    sample_compute,
+    seconds_of_piece,
+)
 from autopar.cost_model.storage import Storage
 from autopar.operators.offload import empty_pages
 
@@ -67,14 +71,14 @@ def measure_storage(folder: str, budget_s: float = QUICK_S) -> Storage:
 def _factors(storage: BlockStorage) -> tuple[float, float]:
     """The slowdowns of compute and of transfers by each other."""
     extents = [storage.allocate(_MOVED) for _ in range(_MOVES)]
-    value = torch.rand(_MOVED // 4).view(torch.uint8)
+    value = torch.ones(_MOVED, dtype=torch.uint8)
     compute, trials = sample_compute(), []
     _timed(storage, extents, value)
     for _ in range(_TRIALS):
         _line_up()
         quiet_s, _ = _timed(storage, extents, value)
         _line_up()
-        piece_s = _piece_s(compute, quiet_s)
+        piece_s = seconds_of_piece(compute, quiet_s)
         _line_up()
         both_s, pieces = _timed(storage, extents, value, compute)
         trials.append((both_s / (pieces * piece_s), both_s / quiet_s))
@@ -92,27 +96,17 @@ def _timed(
 
     As in a step it is written from memory of torch, and read into new memory.
     """
-    start, pieces = time.perf_counter(), 0
+    start, pieces = time.perf_counter(), 1
     for extent in extents:
         storage.write(extent, value.numpy().data)
     memory = [empty_pages(extent.size) for extent in extents]
     pairs = zip(extents, memory, strict=True)
     reads = [storage.read(extent, pages.numpy().data) for extent, pages in pairs]
-    while compute is not None and not all(read.done() for read in reads):
-        compute()
-        pieces += 1
+    if compute is not None:
+        pieces = pieces_until(compute, lambda: all(read.done() for read in reads))
     for read in reads:
         read.result()
-    return time.perf_counter() - start, max(1, pieces)
-
-
-def _piece_s(compute: Callable[[], None], seconds: float) -> float:
-    """Mean seconds of a piece of compute alone, over some seconds."""
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() < start + seconds:
-        compute()
-        count += 1
-    return (time.perf_counter() - start) / count
+    return time.perf_counter() - start, pieces
 
 
 def _line_up() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree, storage_key
-from autopar.common.block_storage import split_blocks
+from autopar.common.block_storage import BUFFERS, split_blocks
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
 from autopar.ir.graph import tensor_bytes
@@ -101,7 +101,7 @@ class OptimizerMemory:
 
         One block is read, one is stepped, and two are written.
         """
-        return round(self.stored * min(4 * self.at_once(sizes), sum(sizes)))
+        return round(self.stored * min(BUFFERS * self.at_once(sizes), sum(sizes)))
 
     def needed(self, sizes: Sequence[int]) -> int:
         """Bytes of a step's temporaries beside `every`, for parameters of these sizes in bytes."""

@@ -104,7 +104,7 @@ def test_what_is_sent_is_kept_until_the_schedule_ends():
 
 
 def test_a_received_value_that_a_stage_passes_on_is_kept_too():
-    """Of 16 bytes each: a value passed on, a result, and a gradient; weights are always there."""
+    """Values passed on and results count, of 16 bytes each; weights are always there."""
     g = Sketch()
     passed, x = (g.take(StageInput(i, "forward"), 4) for i in range(2))
     weight = g.take(Parameter("w"), 4)
