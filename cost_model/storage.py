@@ -1,9 +1,13 @@
-"""`Storage`: times of reads and writes of a rank's storage, and the operators that use it."""
+"""`Storage`: times of transfers to a lower level of memory, and the operators that begin them.
+
+A lower level is files on storage, or host memory under a GPU.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -11,25 +15,49 @@ from torch import fx
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.curves.curve import Curve
 
-LANE = "storage"
-"""Stream of transfers in a simulated step."""
-
 WRITE, READ = "storage write", "storage read"
-_TRANSFERS = {"offload": WRITE, "prefetch": READ, "fetch": READ}
+TO_HOST, FROM_HOST = "copy to host", "copy from host"
+DOWN = (WRITE, TO_HOST)
+"""Kinds of transfers to a lower level; others come back."""
+
+COPIES = (TO_HOST, FROM_HOST)
+"""Kinds of transfers between a GPU and host memory, which run both ways at once."""
+
+LANES = {WRITE: "storage", READ: "storage", TO_HOST: "to host", FROM_HOST: "from host"}
+"""Stream of a simulated step for each kind of transfer; its transfers follow one another."""
+
+UNKNOWN_LINK_BYTES_PER_S = 16e9
+"""Nominal bytes per second of PCIe 3.0 x16, for devices whose link is unknown."""
+
+_TRANSFERS = {
+    "offload": (WRITE, TO_HOST),
+    "prefetch": (READ, FROM_HOST),
+    "fetch": (READ, FROM_HOST),
+}
 _WAITS = ("offloaded", "prefetched", "fetched")
+_SIZES = tuple(1 << power for power in range(12, 31, 2))
+
+# nvbandwidth on 8 x A100-SXM4-80GB, whose links are PCIe 4.0 x16: 24.8 GB/s either way, 24 and
+# 11 GB/s both ways at once (forums.developer.nvidia.com/t/352186).
+_SUSTAINED, _BOTH_WAYS = 24.8 / 32, round((24.8 + 24.8) / (24 + 11), 2)
+_COPY_S = 1e-5  # launch and start of a copy, about as of a kernel
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Times of transfers past the page cache while all ranks of a node use their files.
+    """Times of transfers to and from a lower level of memory: files, or host memory under a GPU.
+
+    Those of files are past the page cache, while all ranks of a node use their files. Those of
+    host memory are of pinned memory.
 
     Attributes:
-        write: seconds of a write by bytes.
-        read: seconds of a read by bytes.
+        write: seconds of a transfer to the lower level by bytes.
+        read: seconds of a transfer from it by bytes.
         provenance: origin of both.
         folder: folder that was measured; "" for none.
         on_compute: factor on the time of compute beside transfers, at least 1.
         beside_compute: factor on the time of transfers beside compute, at least 1.
+        both_ways: factor on the time of a copy while another moves the other way, at least 1.
     """
 
     write: Curve
@@ -38,15 +66,16 @@ class Storage:
     folder: str = ""
     on_compute: float = 1.0
     beside_compute: float = 1.0
+    both_ways: float = 1.0
 
     def __post_init__(self) -> None:
-        factors = self.on_compute, self.beside_compute
+        factors = self.on_compute, self.beside_compute, self.both_ways
         if not all(math.isfinite(factor) and factor >= 1.0 for factor in factors):
             raise ClusterError(f"factors of slowdown are numbers from 1, not {factors}")
 
     def seconds(self, kind: str, nbytes: int) -> Cost:
-        """The time of a transfer, of kind `WRITE` or `READ`."""
-        curve = self.write if kind == WRITE else self.read
+        """The time of a transfer alone, whose kind is a key of `LANES`."""
+        curve = self.write if kind in DOWN else self.read
         return Cost(curve(nbytes), self.provenance)
 
 
@@ -57,9 +86,58 @@ UNMEASURED = Storage(
 )
 
 
+def copies_over(link_bytes_per_s: float | None) -> Storage:
+    """Modelled copies between a GPU and host memory, over a link of this nominal rate.
+
+    The rate is in bytes per second one way; None if unknown.
+    """
+    rate = _SUSTAINED * (link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S)
+    curve = Curve(_SIZES, tuple(_COPY_S + size / rate for size in _SIZES))
+    origin = f"modelled by {rate / 1e9:.3g} GB/s, because host copies were not measured"
+    if link_bytes_per_s is None:
+        origin = "modelled by PCIe 3.0 x16, because the device is unknown"
+    return Storage(curve, curve, origin, both_ways=_BOTH_WAYS)
+
+
+def transfer_times(
+    files: Storage | None, host: Storage | None, link_bytes_per_s: float | None, *, on_gpu: bool
+) -> Mapping[str, Storage]:
+    """Times of each kind of transfer; those that were not measured are modelled.
+
+    A value that a GPU keeps in a file crosses host memory too.
+    """
+    host, files = host or copies_over(link_bytes_per_s), files or UNMEASURED
+    files = _through(files, host) if on_gpu else files
+    return {kind: host if kind in COPIES else files for kind in LANES}
+
+
+def _through(files: Storage, host: Storage) -> Storage:
+    """Times of files whose values cross host memory: of a copy and a file's transfer in turn.
+
+    Threads that move files do not slow a GPU down, but copies do.
+    """
+    origins = sorted({files.provenance, host.provenance}, reverse=True)  # modelled, then measured
+    return replace(
+        host,
+        write=_sum(files.write, host.write),
+        read=_sum(files.read, host.read),
+        provenance="; ".join(origins),
+        folder=files.folder,
+    )
+
+
+def _sum(one: Curve, other: Curve) -> Curve:
+    sizes = sorted({*one.bytes, *other.bytes})
+    return Curve.smooth(sizes, [one(size) + other(size) for size in sizes])
+
+
 def transfer_of(node: fx.Node) -> str | None:
-    """The kind of transfer that a node begins; None for other nodes."""
-    return _TRANSFERS.get(_own_name(node))
+    """The kind of transfer that a node begins; None for other nodes.
+
+    The second argument is a folder on storage, or "" for host memory.
+    """
+    in_files, on_host = _TRANSFERS.get(_own_name(node), (None, None))
+    return in_files if in_files is None or node.args[1] else on_host
 
 
 def is_storage_wait(node: fx.Node) -> bool:
@@ -68,8 +146,8 @@ def is_storage_wait(node: fx.Node) -> bool:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether a node is a parameter that lies on storage: it is read from there."""
-    reads = (transfer_of(user) == READ for user in node.users)
+    """Whether a node is a parameter that lies on a lower level: it is read from there."""
+    reads = (transfer_of(user) in (READ, FROM_HOST) for user in node.users)
     return node.op == "placeholder" and any(reads)
 
 

@@ -128,7 +128,7 @@ def build_stage_pipeline(
         passes.append(ScheduleOverlap(plan.prefetch, plan.in_flight, plan.overlaps))
     passes += (LowerCollectives(backend, coordinate[axis], axis) for axis in axes)
     if plan.offload_parameters:
-        passes.append(OffloadParameters())
+        passes.append(OffloadParameters(plan.offload_dir))
     if plan.offload:
         passes.append(OffloadActivations(plan.offload, plan.offload_dir))
     return with_registered(PassPipeline(tuple(passes)), is_last=True).without(disable)

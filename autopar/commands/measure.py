@@ -1,4 +1,7 @@
-"""`autopar measure`: times collectives of this machine, or of torchrun's ranks."""
+"""`autopar measure`: times collectives of this machine, or of torchrun's ranks.
+
+Copies between GPUs and host memory are timed as well, and files of a given folder.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from autopar.commands.plain_console import PlainConsole, plain_table
 from autopar.commands.script import default_processes, launch
 from autopar.common.world import rank
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.curves.curve import Curve
+from autopar.cost_model.measurement.host_copy_bench import measure_host
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
 from autopar.cost_model.measurement.sampling import ReportProgress
 from autopar.cost_model.measurement.storage_bench import measure_storage
@@ -27,8 +32,8 @@ from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.start import ensure_process_group
 
-STORAGE_S = 8.0
-"""Seconds to spend on storage."""
+STORAGE_S, HOST_S = 8.0, 3.0
+"""Seconds to spend on storage, and on copies to and from host memory."""
 
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others."""
@@ -123,6 +128,10 @@ def _measure(options: argparse.Namespace) -> None:
     if options.offload_dir:
         timed = run_on_all_ranks(lambda: measure_storage(options.offload_dir, STORAGE_S))
         cluster = replace(cluster, storage=timed)
+    device = default_device()
+    if device.type == "cuda":
+        timed = run_on_all_ranks(lambda: measure_host(device, HOST_S))
+        cluster = replace(cluster, host=timed)
     if rank() != 0:
         return
     if options.output:
@@ -148,20 +157,18 @@ def _progress(console: PlainConsole) -> Iterator[ReportProgress | None]:
 def table(cluster: Cluster) -> Table:
     """Each curve in a row: milliseconds by size, GB/s at the largest size, error bar."""
     sizes = {n for entry in cluster.curves.values() for n in entry.curve.bytes}
-    shown = _spread_out(sizes or set(cluster.storage.read.bytes if cluster.storage else ()))
+    transfers = _curves_of_transfers(cluster)
+    shown = _spread_out(sizes or {n for curve in transfers.values() for n in curve.bytes})
     right = ("group", "at once", *map(in_units, shown), "GB/s", "±")
     drawn = plain_table(f"{cluster.name}, {cluster.provenance}", ["collective"], right)
     drawn.padding = (0, 1, 0, 0)
     drawn.caption = "groups: nodes x ranks on each, at once; times in ms"
     if not cluster.curves:
         drawn.caption = "one process: no collectives"
-    for name in ("write", "read") if cluster.storage else ():
-        curve = getattr(cluster.storage, name)
+    for name, curve in transfers.items():
         rate = f"{curve.bytes[-1] / curve.seconds[-1] / 1e9:.3g}"
         times = (f"{curve(n) * 1e3:.3g}" for n in shown)
-        drawn.add_row(
-            f"storage {name}", "", "", *times, rate, f"{curve.error(curve.bytes[-1]):.0%}"
-        )
+        drawn.add_row(name, "", "", *times, rate, f"{curve.error(curve.bytes[-1]):.0%}")
     for key, entry in sorted(cluster.curves.items()):
         curve = entry.curve
         drawn.add_row(
@@ -173,6 +180,20 @@ def table(cluster: Cluster) -> Table:
             f"{sorted(curve.error(n) for n in curve.bytes)[len(curve.bytes) // 2]:.0%}",
         )
     return drawn
+
+
+def _curves_of_transfers(cluster: Cluster) -> dict[str, Curve]:
+    """Measured curves of files and of host memory by the names of their rows."""
+    named = (
+        (("storage write", "storage read"), cluster.storage),
+        (("to host", "from host"), cluster.host),
+    )
+    return {
+        name: curve
+        for names, times in named
+        if times is not None
+        for name, curve in zip(names, (times.write, times.read), strict=True)
+    }
 
 
 def _spread_out(sizes: set[int]) -> list[int]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from autopar.common.heap import return_freed_memory
 from autopar.errors import OffloadError
 
 Memory = mmap.mmap | memoryview
+Ready = Callable[[], object]
+"""Waits until memory may be read or filled."""
 
 PAGE = mmap.PAGESIZE
 PIECE = 4 << 20
@@ -116,16 +118,17 @@ class BlockStorage:
         """Lets another use of an extent follow; its content is lost."""
         self._free.setdefault(extent.size, []).append(extent)
 
-    def read(self, extent: Extent, buffer: Memory) -> Future[None]:
+    def read(self, extent: Extent, buffer: Memory, after: Ready | None = None) -> Future[None]:
         """Reads an extent into the start of a buffer, once its last write is done."""
-        return self._readers.submit(self._read, extent, buffer, extent.writing)
+        return self._readers.submit(self._read, extent, buffer, extent.writing, after)
 
-    def write(self, extent: Extent, buffer: Memory) -> Future[None]:
+    def write(self, extent: Extent, buffer: Memory, after: Ready | None = None) -> Future[None]:
         """Writes the start of a buffer to an extent; the buffer may change when it is done.
 
-        Any buffer but an mmap is copied on the way, in pieces of `PIECE` bytes, and not checked.
+        A buffer that does not start at a page, or that is shorter than the extent, is copied on
+        the way, in pieces of `PIECE` bytes, and not checked.
         """
-        extent.writing = self._writers.submit(self._write, extent, memoryview(buffer))
+        extent.writing = self._writers.submit(self._write, extent, memoryview(buffer), after)
         return extent.writing
 
     def map(self, extent: Extent) -> mmap.mmap:
@@ -137,9 +140,13 @@ class BlockStorage:
         mapped.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file, extent.offset, extent.size, os.POSIX_FADV_DONTNEED)
 
-    def _read(self, extent: Extent, buffer: Memory, before: Future[None] | None) -> None:
+    def _read(
+        self, extent: Extent, buffer: Memory, before: Future[None] | None, after: Ready | None
+    ) -> None:
         if before is not None:
             before.result()
+        if after is not None:
+            after()
         view, done = memoryview(buffer)[: extent.size], 0
         try:
             while done < extent.size:
@@ -156,9 +163,12 @@ class BlockStorage:
                 "Resume from a checkpoint elsewhere."
             )
 
-    def _write(self, extent: Extent, given: memoryview) -> None:
+    def _write(self, extent: Extent, given: memoryview, after: Ready | None) -> None:
+        if after is not None:
+            after()
         view = given[: extent.size]
-        direct = isinstance(given.obj, mmap.mmap)  # begins at a page
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        direct = address % PAGE == 0 and len(view) == extent.size
         if self.checked and direct:
             extent.checksum = zlib.crc32(view)
         try:

@@ -20,7 +20,7 @@ from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyW
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Gradient
-from autopar.operators.offload import storage_in
+from autopar.operators.offload import check_lower_level
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.follow import follow
@@ -166,7 +166,7 @@ class LivePlanner:
         """
         assert_same_across_ranks({"plan": plan.digest()}, "Give every rank the same plan.")
         if plan.offload or plan.offload_parameters:
-            run_on_all_ranks(lambda: storage_in(plan.offload_dir))
+            run_on_all_ranks(lambda: check_lower_level(plan.offload_dir, self.problem.device))
         for line in compressed(plan):
             warn_once(LossyWarning, f"under autopar's plan {line}")
         if self.recorder is not None:

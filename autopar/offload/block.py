@@ -1,8 +1,7 @@
-"""`StateBlock`: some parameters of a group, with the states that lie on storage between steps."""
+"""`StateBlock`: some parameters of a group, whose states lie on a lower level between steps."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar._torch import local_tensor, pytree
-from autopar.common.block_storage import Extent, round_up
+from autopar.common.block_storage import round_up
 from autopar.errors import StrategyError
+from autopar.offload.state_transfers import Place
 
 ALIGNMENT = 64
 """Bytes at whose multiples a tensor starts inside of its block."""
@@ -36,7 +36,7 @@ class StateBlock:
         shadows: tensors that the inner optimizer steps. They share the memory of the parameters,
             or are their masters. None before the first step.
         inner: optimizer of the shadows.
-        extent: place of the states on storage; None before the first step.
+        place: place of the states on the lower level; None before the first step.
         layout: shape and dtype of each tensor there.
     """
 
@@ -44,7 +44,7 @@ class StateBlock:
     master_dtype: torch.dtype | None = None
     shadows: Sequence[nn.Parameter] = ()
     inner: Optimizer = field(init=False)
-    extent: Extent | None = None
+    place: Place | None = None
     layout: tuple[tuple[torch.Size, torch.dtype], ...] = ()
     _stored: list[Tensor] = field(default_factory=list)
 
@@ -120,22 +120,22 @@ class StateBlock:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of this block on storage."""
+        """Bytes of this block on the lower level."""
         return sum(round_up(_nbytes(*each), ALIGNMENT) for each in self.layout)
 
     def take_layout(self) -> None:
-        """Notes the tensors that go to storage."""
+        """Notes the tensors that leave."""
         self._stored = self._local_states()
         self.layout = tuple((each.shape, each.dtype) for each in self._stored)
 
-    def attach(self, buffer: mmap.mmap) -> None:
-        """Gives the states their values from a buffer that was read."""
-        for tensor, view in zip(self._stored, self._views(buffer), strict=True):
+    def attach(self, memory: Tensor) -> None:
+        """Gives the states their values from memory that was read."""
+        for tensor, view in zip(self._stored, self._views(memory), strict=True):
             tensor.data = view.to(tensor.device)
 
-    def detach(self, buffer: mmap.mmap) -> None:
-        """Copies the states to a buffer, unless they lie in it, and frees their memory."""
-        for tensor, view in zip(self._stored, self._views(buffer), strict=True):
+    def detach(self, memory: Tensor) -> None:
+        """Copies the states to memory, unless they lie in it, and frees their own."""
+        for tensor, view in zip(self._stored, self._views(memory), strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
         self.release()
@@ -152,12 +152,13 @@ class StateBlock:
         masters = [local_tensor(shadow) for shadow in self.shadows] if self.masters else []
         return masters + [each for each in states if each.dim() and each.numel()]
 
-    def _views(self, buffer: mmap.mmap) -> Iterator[Tensor]:
+    def _views(self, memory: Tensor) -> Iterator[Tensor]:
+        """The states' values in memory, a tensor of bytes."""
         start = 0
         for shape, dtype in self.layout:
-            flat = torch.frombuffer(buffer, dtype=dtype, count=shape.numel(), offset=start)
-            yield flat.view(shape)
-            start += round_up(_nbytes(shape, dtype), ALIGNMENT)
+            size = _nbytes(shape, dtype)
+            yield memory[start : start + size].view(dtype).view(shape)
+            start += round_up(size, ALIGNMENT)
 
 
 def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:

@@ -1,35 +1,34 @@
-"""`OffloadedOptimizer`: any optimizer of torch with its states on storage between steps."""
+"""`OffloadedOptimizer`: any optimizer of torch with its states on a lower level between steps."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.common.block_storage import BUFFERS, BlockStorage, split_blocks
+from autopar.common.block_storage import split_blocks
 from autopar.common.checks import nbytes
 from autopar.errors import StrategyError
 from autopar.offload.block import StateBlock, hyperparameters
 from autopar.offload.separable import check_separable
+from autopar.offload.state_transfers import StateTransfers
 from autopar.runtime.agreement.consensus import is_multi_rank, run_on_all_ranks
 from autopar.runtime.agreement.optimizer_steps import trains_a_module
 from autopar.runtime.parameters.distribute import is_remote, local_part
 
 
 class OffloadedOptimizer(Optimizer):
-    """Steps parameters block by block; the states of other blocks lie in a file.
+    """Steps parameters block by block; the states of other blocks lie on a lower level of memory.
 
     While a block is stepped, the next is read and the last is written. The numbers are the inner
-    optimizer's. Between steps, states of more than one number are on storage alone.
+    optimizer's. Between steps, states of more than one number are there alone.
 
     Example:
         optimizer = autopar.OffloadedOptimizer(
@@ -39,7 +38,8 @@ class OffloadedOptimizer(Optimizer):
     Args:
         kind: class of an optimizer that treats parameters one by one.
         params: parameters, or groups of them.
-        folder: folder on the storage; the file has no name and vanishes with its process.
+        folder: folder on the storage; the file has no name and vanishes with its process. None
+            for pinned host memory, which spares memory of GPUs only.
         block_bytes: bytes of parameters to step at once, or a text such as "64MiB". A block that
             holds the largest parameter, and some small ones, may be larger.
         master_dtype: dtype of copies of the parameters on storage that are stepped in their place,
@@ -56,7 +56,7 @@ class OffloadedOptimizer(Optimizer):
         kind: type[Optimizer],
         params: Iterable[Any],
         *,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None = None,
         block_bytes: int | str = 64 << 20,
         master_dtype: torch.dtype | None = None,
         checked: bool = False,
@@ -65,17 +65,15 @@ class OffloadedOptimizer(Optimizer):
         given = list(params)
         self.kind, self.block_bytes = kind, nbytes("block_bytes", block_bytes)
         self._options, self._master_dtype = options, master_dtype
-        self._folder, self._checked = Path(folder), checked
-        self._storage: BlockStorage | None = None
+        self._folder, self._checked = None if folder is None else Path(folder), checked
+        self._transfers: StateTransfers | None = None
         self._blocks: list[tuple[dict[str, Any], StateBlock]] = []
         self._num_split = 0
-        self._free: list[mmap.mmap] = []
-        self._writing: deque[tuple[mmap.mmap, Future[None]]] = deque()
         super().__init__(given, check_separable(kind, given, options))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of states on storage."""
+        """Bytes of states on the lower level."""
         return sum(block.stored_bytes for _, block in self._blocks)
 
     @torch.no_grad()
@@ -83,14 +81,14 @@ class OffloadedOptimizer(Optimizer):
         """Steps all blocks that have gradients; returns the result of `closure`.
 
         Raises:
-            OffloadError: the storage is full or fails.
+            OffloadError: the storage is full or fails, or the host lacks memory.
             DisagreementError: at the first step, it failed on another rank.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._storage is None and is_multi_rank() and trains_a_module(self):
+        if self._transfers is None and is_multi_rank() and trains_a_module(self):
             run_on_all_ranks(self._step_blocks)
         else:
             self._step_blocks()
@@ -113,7 +111,7 @@ class OffloadedOptimizer(Optimizer):
             self.state = placeholders
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Writes a state to storage, also one that the inner optimizer saved by itself.
+        """Writes a state to the lower level, also one that the inner optimizer saved by itself.
 
         Raises:
             ValueError: the state has other groups of parameters.
@@ -155,8 +153,15 @@ class OffloadedOptimizer(Optimizer):
 
     def _split_groups(self) -> None:
         """Makes blocks of the parameters of new groups."""
-        if self._storage is None:
-            self._storage = BlockStorage(self._folder, self._checked)
+        if self._transfers is None:
+            devices = (
+                local_part(p).device
+                for g in self.param_groups
+                for p in g["params"]
+                if not is_remote(p)
+            )
+            device = next(devices, torch.device("cpu"))
+            self._transfers = StateTransfers.between(device, self._folder, self._checked)
         for group in self.param_groups[self._num_split :]:
             own = [p for p in group["params"] if not is_remote(p)]
             for block in split_blocks([local_part(p).nbytes for p in own], self.block_bytes):
@@ -171,56 +176,35 @@ class OffloadedOptimizer(Optimizer):
         self, entries: Sequence[tuple[dict[str, Any], StateBlock]], changes: bool = True
     ) -> Iterator[tuple[dict[str, Any], StateBlock]]:
         """Yields blocks with their states in memory; reads ahead, and writes `changes` behind."""
+        transfers = self._transfers
+        assert transfers is not None
         reads = deque(map(self._begin_read, (block for _, block in entries[:1])))
         for index, (group, block) in enumerate(entries):
             if index + 1 < len(entries):
                 reads.append(self._begin_read(entries[index + 1][1]))
-            buffer, reading = reads.popleft()
-            if buffer is not None and reading is not None:
-                reading.result()
-                block.attach(buffer)
+            finish = reads.popleft()
+            memory = None if finish is None else finish()
+            if memory is not None:
+                block.attach(memory)
             block.begin(partial(self._make_inner, group))
             yield group, block
             if changes:
-                self._write(block, buffer)
-            elif buffer is not None:
+                self._write(block, memory)
+            elif memory is not None:
                 block.release()
-                self._free.append(buffer)
-        while self._writing:
-            self._finish_write()
+                transfers.keep(memory)
+        transfers.finish()
 
-    def _begin_read(self, block: StateBlock) -> tuple[mmap.mmap | None, Future[None] | None]:
-        if block.extent is None:
-            return None, None
-        assert self._storage is not None
-        buffer = self._take_buffer(block.extent.size)
-        return buffer, self._storage.read(block.extent, buffer)
+    def _begin_read(self, block: StateBlock) -> Callable[[], Tensor] | None:
+        assert self._transfers is not None
+        return None if block.place is None else self._transfers.begin_read(block.place)
 
-    def _write(self, block: StateBlock, buffer: mmap.mmap | None) -> None:
+    def _write(self, block: StateBlock, memory: Tensor | None) -> None:
         """Begins to write the states of a block, and frees their memory."""
-        assert self._storage is not None
+        assert self._transfers is not None
         block.take_layout()
-        if not block.stored_bytes and buffer is None:
+        if not block.stored_bytes and memory is None:
             return
-        if block.extent is None or block.stored_bytes > block.extent.size:
-            block.extent = self._storage.allocate(block.stored_bytes)
-        if buffer is None or len(buffer) < block.extent.size:
-            buffer = self._take_buffer(block.extent.size)
-        block.detach(buffer)
-        self._writing.append((buffer, self._storage.write(block.extent, buffer)))
-
-    def _take_buffer(self, size: int) -> mmap.mmap:
-        """A free buffer; at most two blocks are being written when this returns."""
-        while len(self._writing) > BUFFERS - 2:
-            self._finish_write()
-        for buffer in self._free:
-            if len(buffer) >= size:
-                self._free.remove(buffer)
-                return buffer
-        self._free.clear()
-        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def _finish_write(self) -> None:
-        buffer, written = self._writing.popleft()
-        written.result()
-        self._free.append(buffer)
+        block.place, memory = self._transfers.room(block.place, block.stored_bytes, memory)
+        block.detach(memory)
+        self._transfers.begin_write(block.place, memory)

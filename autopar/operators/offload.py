@@ -1,37 +1,42 @@
-"""`autopar::offload` and its kin: a tensor on storage between two points of a program.
+"""`autopar::offload` and its kin: a tensor on a lower level of memory between two points.
 
 | operator | |
 |---|---|
 | `offload(value, folder)` | begins to write; returns a ticket, a tensor of one number |
 | `offloaded(ticket, value)` | waits until the value is written and its memory may go |
-| `prefetch(ticket, size, stride, dtype, device)` | begins to read into new memory |
+| `prefetch(ticket, folder, size, stride, dtype, device)` | begins to read into new memory |
 | `prefetched(buffer, ticket)` | waits until the memory holds the value |
 
-The bytes of a value lie in the file of its folder as long as its ticket exists. A process has one
-file in a folder, whose room is used again.
+A value of a CPU goes to this process's file in the folder. A value of a GPU goes to pinned
+memory of the host, and on to the file unless the folder is "". Its bytes lie there as long as its
+ticket exists; then their room is used again. A GPU's waits are waits of its stream, except for
+those for a file.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from autopar.common.block_storage import PAGE, BlockStorage, Extent
 from autopar.common.heap import LARGE, use_huge_pages
+from autopar.errors import OffloadError
+from autopar.operators.host_copies import HostBlock, HostCopies, copies_of
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("offload(Tensor value, str folder) -> Tensor")
 _LIBRARY.define("offloaded(Tensor ticket, Tensor value) -> Tensor")
 _LIBRARY.define(
-    "prefetch(Tensor ticket, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor"
+    "prefetch(Tensor ticket, str folder, int[] size, int[] stride, ScalarType dtype, "
+    "Device device) -> Tensor"
 )
 _LIBRARY.define("prefetched(Tensor buffer, Tensor ticket) -> Tensor")
 
@@ -39,6 +44,9 @@ offload = torch.ops.autopar.offload.default
 offloaded = torch.ops.autopar.offloaded.default
 prefetch = torch.ops.autopar.prefetch.default
 prefetched = torch.ops.autopar.prefetched.default
+
+Layout = tuple[list[int], list[int], torch.dtype, torch.device]
+"""Size, stride, dtype and device of a value."""
 
 
 @cache
@@ -51,15 +59,170 @@ def storage_in(folder: str) -> BlockStorage:
     return BlockStorage(Path(folder))
 
 
+def check_lower_level(folder: str, device: torch.device) -> None:
+    """Checks that tensors of a device can go to a folder, or to host memory for "".
+
+    Raises:
+        OffloadError: they cannot.
+    """
+    if folder:
+        storage_in(folder)
+    elif copies_of(device) is None:
+        raise OffloadError(
+            "the plan offloads to host memory, which only GPUs have below their own, and the "
+            f"model is on {device}: plan with Strategy(offload_dir=...)"
+        )
+
+
+class _Stored(Protocol):
+    """A value on a lower level of memory."""
+
+    def finish_write(self) -> None:
+        """Waits until the value's memory may go."""
+
+    def begin_read(self, *layout: Any) -> Tensor:
+        """Begins to read into new memory of a `Layout`."""
+
+    def finish_read(self, buffer: Tensor) -> None:
+        """Waits until the memory holds the value."""
+
+    def forget(self) -> None:
+        """Gives back the value's room, also in the middle of a transfer."""
+
+
 @dataclass(eq=False)
-class _Stored:
-    """A value on storage, as it lay in memory, and where it is read to."""
+class _InFile:
+    """A value of a CPU in a file."""
 
     storage: BlockStorage
     extent: Extent
-    like: Tensor
     reading: Future[None] | None = None
-    host: Tensor | None = None
+
+    @staticmethod
+    def of(data: Tensor, folder: str) -> _InFile:
+        """Begins to write bytes."""
+        storage = storage_in(folder)
+        extent = storage.allocate(data.numel())
+        storage.write(extent, data.numpy().data)
+        return _InFile(storage, extent)
+
+    def finish_write(self) -> None:
+        assert self.extent.writing is not None
+        self.extent.writing.result()
+
+    def begin_read(self, *layout: Any) -> Tensor:
+        size, stride, dtype, _ = layout
+        pages = empty_pages(self.extent.size)
+        self.reading = self.storage.read(self.extent, pages.numpy().data)
+        typed = pages.view(dtype)
+        return typed.as_strided(size, stride, typed.storage_offset())
+
+    def finish_read(self, buffer: Tensor) -> None:
+        assert self.reading is not None
+        self.reading.result()
+        self.reading = None
+
+    def forget(self) -> None:
+        self.storage.give_back(self.extent)
+
+
+@dataclass(eq=False)
+class _OnHost:
+    """A value of a GPU in pinned memory.
+
+    Attributes:
+        moving: memory of the GPU that a copy reads or fills, until compute has waited for it.
+    """
+
+    copies: HostCopies
+    block: HostBlock
+    moving: Tensor | None
+
+    @staticmethod
+    def of(copies: HostCopies, data: Tensor) -> _OnHost:
+        """Begins to copy bytes."""
+        block = copies.take(data.numel())
+        copies.to_host(block, data)
+        return _OnHost(copies, block, data)
+
+    def finish_write(self) -> None:
+        self._wait()
+
+    def begin_read(self, *layout: Any) -> Tensor:
+        buffer = _empty(*layout)
+        self.moving = bytes_of(buffer)
+        self.copies.from_host(self.moving, self.block)
+        return buffer
+
+    def finish_read(self, buffer: Tensor) -> None:
+        self._wait()
+
+    def forget(self) -> None:
+        self._wait()
+        self.copies.give_back(self.block)
+
+    def _wait(self) -> None:
+        if self.moving is not None:
+            assert self.block.copied is not None
+            self.copies.wait(self.block.copied)
+            self.moving = None
+
+
+@dataclass(eq=False)
+class _ThroughHost:
+    """A value of a GPU in a file; pinned memory holds it on its way.
+
+    Attributes:
+        host: its pinned memory while it moves, and None otherwise.
+    """
+
+    copies: HostCopies
+    storage: BlockStorage
+    extent: Extent
+    host: _OnHost | None
+    reading: Future[None] | None = None
+
+    @staticmethod
+    def of(copies: HostCopies, data: Tensor, folder: str) -> _ThroughHost:
+        """Begins to copy bytes, and to write them once they are copied."""
+        storage = storage_in(folder)
+        extent = storage.allocate(data.numel())
+        host = _OnHost.of(copies, data)
+        assert host.block.copied is not None
+        storage.write(extent, host.block.memory.numpy().data, after=host.block.copied.synchronize)
+        return _ThroughHost(copies, storage, extent, host)
+
+    def finish_write(self) -> None:
+        assert self.host is not None
+        assert self.extent.writing is not None
+        self.extent.writing.result()
+        self._leave_host()
+
+    def begin_read(self, *layout: Any) -> Tensor:
+        block = self.copies.take(self.extent.size)
+        after = None if block.copied is None else block.copied.synchronize
+        self.host = _OnHost(self.copies, block, None)
+        self.reading = self.storage.read(self.extent, block.memory.numpy().data, after=after)
+        return _empty(*layout)
+
+    def finish_read(self, buffer: Tensor) -> None:
+        assert self.host is not None
+        assert self.reading is not None
+        self.reading.result()
+        self.host.moving = bytes_of(buffer)
+        self.copies.from_host(self.host.moving, self.host.block)
+        self._leave_host()
+
+    def forget(self) -> None:
+        under_way = [f for f in (self.extent.writing, self.reading) if f is not None]
+        wait(under_way)
+        self._leave_host()
+        self.storage.give_back(self.extent)
+
+    def _leave_host(self) -> None:
+        if self.host is not None:
+            self.host.forget()
+            self.host = None
 
 
 _stored: dict[int, _Stored] = {}
@@ -67,31 +230,37 @@ _numbers = itertools.count(1)
 
 
 def _offload(value: Tensor, folder: str) -> Tensor:
-    storage = storage_in(folder)
-    data = _bytes_of(value.detach().cpu())
-    extent = storage.allocate(data.numel())
-    storage.write(extent, data.numpy().data)
+    data, copies = bytes_of(value.detach()), copies_of(value.device)
+    if copies is None:
+        stored: _Stored = _InFile.of(data, folder)
+    elif folder:
+        stored = _ThroughHost.of(copies, data, folder)
+    else:
+        stored = _OnHost.of(copies, data)
     key = next(_numbers)
-    _stored[key] = _Stored(storage, extent, value.detach().to("meta"))
+    _stored[key] = stored
     number = memoryview(bytearray(key.to_bytes(8, "little")))
     weakref.finalize(number, _forget, key).atexit = False
     return torch.frombuffer(number, dtype=torch.int64)
 
 
 def _offloaded(ticket: Tensor, value: Tensor) -> Tensor:
-    writing = _stored[int(ticket)].extent.writing
-    assert writing is not None
-    writing.result()
+    _stored[int(ticket)].finish_write()
     return ticket
 
 
-def _prefetch(ticket: Tensor, *like: Any) -> Tensor:
-    device, own = like[-1], _stored[int(ticket)]
-    pages = empty_pages(own.extent.size)
-    own.reading = own.storage.read(own.extent, pages.numpy().data)
-    typed = pages.view(own.like.dtype)
-    own.host = typed.as_strided(own.like.shape, own.like.stride(), typed.storage_offset())
-    return own.host if device.type == "cpu" else torch.empty_like(own.host, device=device)
+def _prefetch(ticket: Tensor, folder: str, *layout: Any) -> Tensor:
+    return _stored[int(ticket)].begin_read(*layout)
+
+
+def _prefetched(buffer: Tensor, ticket: Tensor) -> Tensor:
+    _stored[int(ticket)].finish_read(buffer)
+    return buffer
+
+
+def _forget(key: int) -> None:
+    """Gives back the room of a value whose ticket is gone."""
+    _stored.pop(key).forget()
 
 
 def empty_pages(size: int) -> Tensor:
@@ -104,24 +273,7 @@ def empty_pages(size: int) -> Tensor:
     return pages
 
 
-def _prefetched(buffer: Tensor, ticket: Tensor) -> Tensor:
-    own = _stored[int(ticket)]
-    assert own.reading is not None
-    assert own.host is not None
-    own.reading.result()
-    if buffer.device.type != "cpu":
-        buffer.copy_(own.host)
-    own.reading = own.host = None
-    return buffer
-
-
-def _forget(key: int) -> None:
-    """Gives back the room of a value whose ticket is gone."""
-    own = _stored.pop(key)
-    own.storage.give_back(own.extent)
-
-
-def _bytes_of(value: Tensor) -> Tensor:
+def bytes_of(value: Tensor) -> Tensor:
     """All bytes from the first element of a tensor to its last, in one dim."""
     spans = ((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     flat = value.as_strided((1 + sum(spans),), (1,), value.storage_offset())
@@ -132,7 +284,11 @@ def _ticket_like(value: Tensor, folder: str) -> Tensor:
     return value.new_empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _memory_like(ticket: Tensor, size: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
+def _memory_like(ticket: Tensor, folder: str, *layout: Any) -> Tensor:
+    return _empty(*layout)
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -105,6 +105,7 @@ class Prediction:
         memory: bytes by category at the peak.
         reserved_bytes: peak bytes reserved by torch's allocator.
         context_bytes: modelled bytes of the CUDA context; 0 on a CPU.
+        host_bytes: pinned bytes of host memory that a rank takes.
         provenance: number of measured, imported and modelled figures.
         waits: seconds of stalls, by kind of collective.
         causes: seconds of stalls, by cause: link, memory, data dependence.
@@ -128,6 +129,7 @@ class Prediction:
     memory: Mapping[str, Count] = field(default_factory=dict)
     reserved_bytes: Count = 0
     context_bytes: Count = 0
+    host_bytes: Count = 0
     provenance: Mapping[str, Count] = field(default_factory=dict)
     waits: Mapping[str, Seconds] = field(default_factory=dict)
     causes: Mapping[str, float] = field(default_factory=dict)

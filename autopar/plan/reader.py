@@ -131,8 +131,6 @@ def _check_parameters(plan: PlanSpec) -> None:
     _check_names("$.recompute", dict(plan.zero_stages), (block for block, _ in plan.recompute))
     _check_unique("$.offload", plan.offload)
     _check_names("$.offload", dict(plan.zero_stages), plan.offload)
-    if (plan.offload or plan.offload_parameters) and not plan.offload_dir:
-        raise FieldError("$.offload_dir", "is empty: expected the folder of what is offloaded")
     for kind in KINDS:
         for index, group in enumerate(getattr(plan.buckets, kind)):
             path = f"$.buckets.{kind}[{index}]"

@@ -67,9 +67,10 @@ class PlanSpec:
         overlaps: start and wait of each collective, by pipeline stage; replaces `prefetch` and
             `in_flight` if present.
         recompute: checkpointing level of each block.
-        offload: blocks whose saved activations lie on storage; "" for everything outside of blocks.
-        offload_parameters: whether parameters lie on storage between their uses.
-        offload_dir: folder on the storage of each rank.
+        offload: blocks whose saved activations lie on a lower level of memory; "" for everything
+            outside of blocks.
+        offload_parameters: whether parameters lie there between their uses.
+        offload_dir: folder on the storage of each rank; "" for host memory under GPUs.
         activation_bytes: limit of saved activations, in bytes; None for no limit.
         batch_semantics: "global" for the step of one device on the whole batch; "local" for
             losses of each rank's own rows, with averaged gradients.

@@ -46,10 +46,12 @@ class Strategy:
     Attributes:
         zero: ZeRO stage of every block, or a mapping of block names to stages.
         recompute: level of activation checkpointing.
-        offload: "activations" to keep saved activations on storage between forward and backward,
-            "parameters" to keep parameters there between their uses, "activations+parameters" for
-            both, "auto" to allow both where nothing cheaper fits, "none" or None for memory only.
-        offload_dir: folder on the storage of each rank, for `offload`.
+        offload: "activations" to keep saved activations on a lower level of memory between forward
+            and backward, "parameters" to keep parameters there between their uses,
+            "activations+parameters" for both, "auto" to allow both where nothing cheaper fits,
+            "none" or None for the ranks' own memory only.
+        offload_dir: folder on the storage of each rank, for `offload`. None for host memory, which
+            only GPUs have below their own; parameters of GPUs always go there.
         gather_bytes: size of parameter buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of parameter buckets gathered ahead; None to schedule each collective.
@@ -139,8 +141,6 @@ class Strategy:
 
     def _contradiction(self) -> str | None:
         """Text on fields that contradict each other."""
-        if self.offload not in (None, "none") and self.offload_dir is None:
-            return f"offload={self.offload!r} needs a folder: give Strategy(offload_dir=...) too"
         if self.stages == 1 and (self.schedule or self.split_points):
             return "schedule and split_points need a pipeline: give Strategy(pp=...) too"
         if (self.stages_per_rank or 1) > 1 and self.schedule not in (None, "interleaved"):
@@ -201,8 +201,13 @@ class Strategy:
         return self.stages > 1 or self.micro_batches is not None
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything lies on a lower level, or may if the planner wants it."""
+        return self.offload not in (None, "none")
+
+    @property
     def stores_parameters(self) -> bool:
-        """Whether parameters lie on storage, or may if the planner wants it."""
+        """Whether parameters lie on a lower level, or may if the planner wants it."""
         return self.offload == "auto" or "parameters" in (self.offload or "")
 
     @property

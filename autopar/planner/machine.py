@@ -17,6 +17,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.kernels.fusion import EAGER
 from autopar.cost_model.kernels.slowest import slowest_of
+from autopar.cost_model.measurement.host_copy_bench import measure_host
 from autopar.cost_model.measurement.measure import measure
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import Optimizer, UpdateCost, measure_update
@@ -25,7 +26,7 @@ from autopar.cost_model.measurement.storage_bench import measure_storage
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.memory.workspace import Workspace
-from autopar.cost_model.storage import READ, UNMEASURED, WRITE
+from autopar.cost_model.storage import FROM_HOST, READ, TO_HOST, WRITE
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.problem import PlanningProblem
 
@@ -43,16 +44,18 @@ class Machine:
     update: UpdateCost
     overhead: Overhead
 
-    def with_stored_states(self, block_bytes: int) -> Machine:
+    def with_stored_states(self, block_bytes: int, folder: str = "") -> Machine:
         """As for an `OffloadedOptimizer` of this optimizer that steps blocks of some bytes.
 
-        Transfers are added to the step as if nothing hid them.
+        States lie in files of the folder; for "" in host memory, or in files of CPUs. Transfers
+        are added to the step as if nothing hid them.
         """
-        memory, storage = self.overhead.optimizer, self.cluster.storage or UNMEASURED
+        memory, cluster = self.overhead.optimizer, self.cluster
         ratio, curve = sum(memory.state), self.update.curve
+        in_host_memory = cluster.on_gpus and not folder
+        kinds = (FROM_HOST, TO_HOST) if in_host_memory else (READ, WRITE)
         moved = [
-            storage.seconds(READ, round(ratio * size)).seconds
-            + storage.seconds(WRITE, round(ratio * size)).seconds
+            sum(cluster.transfers(k).seconds(k, round(ratio * size)).seconds for k in kinds)
             for size in curve.bytes
         ]
         seconds = tuple(map(operator.add, curve.seconds, moved))
@@ -72,11 +75,13 @@ def measure_machine(
     dtype: torch.dtype = torch.float32,
     limit_s: float = math.inf,
     offload_dir: str = "",
+    offload: bool = False,
 ) -> Machine:
     """Measures a machine, the running one for `cluster=None`, or loads earlier measurements.
 
     All live ranks call this at once. Operators that take longer than `limit_s` are modelled. The
-    storage of `offload_dir` is measured if it is given.
+    storage of `offload_dir` is measured if it is given. Copies between live GPUs and host memory
+    are measured for `offload`.
     """
     if cluster is None:
         mesh_sizes = {"dp": world_size()}
@@ -85,6 +90,8 @@ def measure_machine(
         )
     if offload_dir and cluster.storage is None and Path(offload_dir).is_dir():
         cluster = replace(cluster, storage=measure_storage(offload_dir))
+    if offload and live and device.type == "cuda" and cluster.host is None:
+        cluster = replace(cluster, host=measure_host(device))
     ranks = ranks_of(live=live)
     sharing = ranks.sharing if device.type == "cpu" else 1
     name = device if live else _priced_device(device, cluster)

@@ -64,6 +64,7 @@ class PlanningProblem:
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
+        self._check_offload()
         zero = self.strategy.zero
         unknown = sorted(set(zero) - set(self.blocks)) if isinstance(zero, Mapping) else []
         if unknown:
@@ -71,6 +72,26 @@ class PlanningProblem:
                 f"zero names blocks that {self.model} does not have: {unknown}. It has "
                 f"{list(self.blocks)}, where '' is all outside of blocks."
             )
+
+    def _check_offload(self) -> None:
+        """Raises StrategyError if there is no such lower level of memory."""
+        strategy = self.strategy
+        if strategy.offloads and strategy.offload_dir is None and not self.on_gpus:
+            raise StrategyError(
+                f"offload={strategy.offload!r} needs a folder, because CPUs have no memory below "
+                "their own but storage: give Strategy(offload_dir=...) too"
+            )
+        fixed = strategy.stores_parameters and strategy.offload != "auto"
+        if fixed and strategy.offload_dir is not None and self.on_gpus:
+            raise StrategyError(
+                f"offload={strategy.offload!r} with offload_dir={strategy.offload_dir!r}: "
+                "parameters of GPUs go to host memory only. Leave offload_dir out"
+            )
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks are GPUs."""
+        return self.device.type == "cuda" if self.cluster is None else self.cluster.on_gpus
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formatting import human_bytes, printable
 from autopar.formatting import milliseconds as _ms
-from autopar.report.table import exposures, layout, levels, predicted
+from autopar.report.table import exposures, layout, levels, lower_level, predicted
 from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ def explain(plan: PlanSpec) -> str:
                 blocks = f"{parts} of {len(plan.recompute)} blocks"
                 lines.append(f"Memory costs time: activations are computed again ({blocks}).")
             if away := len(plan.offload):
-                parts = f"those of {away} of {len(plan.recompute)} blocks lie on storage"
+                parts = f"those of {away} of {len(plan.recompute)} blocks lie {lower_level(plan)}"
                 lines.append(f"Memory costs time: activations leave it ({parts}).")
             if plan.offload_parameters:
-                lines.append("Memory costs time: parameters are read from storage for each use.")
+                lines.append(
+                    f"Memory costs time: parameters lie {lower_level(plan)} between their uses."
+                )
         figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
         if changes := [*_memory(plan, p), *_links(plan, p)]:

@@ -58,15 +58,22 @@ def layout(plan: PlanSpec) -> list[str]:
     mesh = f"mesh {dict(plan.mesh)}, batch {plan.batch}, optimizer {plan.optimizer}"
     lines = [_render(grid), *_stages(plan), mesh, *precision_line(plan), *compressed(plan)]
     if plan.offload:
-        lines.append(f"activations of {len(plan.offload)} blocks lie in {plan.offload_dir}")
+        lines.append(f"activations of {len(plan.offload)} blocks lie {lower_level(plan)}")
     if plan.offload_parameters:
-        lines.append(f"parameters lie in {plan.offload_dir} between their uses")
+        lines.append(f"parameters lie {lower_level(plan)} between their uses")
+    if plan.prediction is not None and (locked := plan.prediction.host_bytes):
+        lines.append(f"a rank pins {human_bytes(locked)} of its host's memory")
     if plan.sent_bytes:
         sent = ", ".join(f"{human_bytes(size)} over {axis}" for axis, size in plan.sent_bytes)
         lines.append(f"a rank sends {sent} a step")
     if plan.prediction is not None and plan.prediction.node_bytes:
         lines.append(f"a node sends {human_bytes(plan.prediction.node_bytes)} a step to others")
     return lines
+
+
+def lower_level(plan: PlanSpec) -> str:
+    """The place of what a plan offloads."""
+    return f"in {plan.offload_dir}" if plan.offload_dir else "in host memory"
 
 
 def levels(plan: PlanSpec) -> list[str]:

@@ -1,1 +1,1 @@
-"""Ten minutes on one GPU: what only CUDA and NCCL can show, part by part."""
+"""Twelve minutes on one GPU: what only CUDA and NCCL can show, part by part."""

@@ -1,4 +1,4 @@
-"""Ten minutes on one GPU: what only CUDA and NCCL can show, part by part.
+"""Twelve minutes on one GPU: what only CUDA and NCCL can show, part by part.
 
     python -m benchmarks.gpu --json benchmarks/results/gpu-2026-12-01.json
     python -m benchmarks.gpu --part nccl stopwatch
@@ -98,7 +98,8 @@ def run_part(part: Part, name: str, dry_run: bool) -> dict[str, Any]:
                     subprocess.Popen(
                         command,
                         cwd=ROOT,
-                        env=environment(rank, part.ranks, port),
+                        env=environment(rank, part.ranks, port)
+                        | ({} if dry_run else part.environment),
                         stdout=file,
                         stderr=subprocess.STDOUT,
                     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from benchmarks.gpu import capture, kernels, ranks, training
+from benchmarks.gpu import capture, kernels, offload, ranks, training
 from benchmarks.gpu.setting import Setting
 
 
@@ -15,6 +15,7 @@ class Part:
     run: Callable[[Setting], None]
     limit_s: float
     ranks: int = 1  # processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # on a GPU
 
 
 PARTS: Mapping[str, Part] = {
@@ -25,5 +26,12 @@ PARTS: Mapping[str, Part] = {
     "two-processes": Part("Do two ranks on one GPU train right?", training.two_processes, 180, 2),
     "nccl": Part("Does NCCL start, and keep its inputs?", kernels.nccl, 60),
     "stopwatch": Part("Are operators timed right?", kernels.stopwatch, 120),
+    "offload": Part("Does offload train right, and is it hidden?", offload.run, 180),
+    "offload-order": Part(
+        "Are copies beside compute ordered by events?",
+        offload.order,
+        180,
+        environment={"TORCH_CUDA_SANITIZER": "1"},
+    ),
 }
-"""Parts by name; ten minutes in all where nothing hangs."""
+"""Parts by name; twelve minutes in all where nothing hangs."""

@@ -2,7 +2,7 @@
 
 python -m benchmarks.offload FOLDER              # a step in memory, on storage, and with hooks
 python -m benchmarks.offload FOLDER --states     # an optimizer's step, beside DeepSpeed's
-python -m benchmarks.offload FOLDER --exactness  # models x plans x what lies on storage
+python -m benchmarks.offload FOLDER --exactness  # models x plans x offloaded contents
 python -m benchmarks.offload FOLDER --fits       # under a limit of the process's memory
 python -m benchmarks.offload FOLDER --largest    # the largest model under such a limit
 python -m benchmarks.offload FOLDER --regret     # the planner's choice beside all combinations
@@ -37,6 +37,9 @@ def main() -> int:
     kinds.add_argument("--largest", action="store_true")
     kinds.add_argument("--states", action="store_true")
     kinds.add_argument("--regret", action="store_true")
+    parser.add_argument(
+        "--emulated-gpu", action="store_true", help="for --exactness: host memory, not the folder"
+    )
     parser.add_argument("--models", type=lambda text: text.split(","), metavar="A,B")
     parser.add_argument("--plans", help="for --exactness", **some(PLANS))
     parser.add_argument("--contents", help="for --exactness", **some(CONTENTS))
@@ -49,7 +52,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.exactness:
         chosen = options.models or NAMES, options.plans, options.contents
-        return 0 if sweep(options.folder, *chosen, options.output) else 1
+        folder = None if options.emulated_gpu else options.folder
+        return 0 if sweep(folder, *chosen, options.output) else 1
     if options.regret:
         names = options.models or regret.NAMES
         found = regret.regret(options.folder, names, options.rounds, options.output)

@@ -1,4 +1,7 @@
-"""Parity of training with tensors on storage, resumed in the middle, with the plain model."""
+"""Parity of training with offloaded tensors, resumed in the middle, with the plain model.
+
+Without a folder the CPU stands for a GPU with emulated streams, and tensors go to its host.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
+from autopar.common.world import world_size
 from autopar.operators import offload, parameters
 from autopar.passes import pipeline
 from autopar.passes.memory.offload_activations import OffloadActivations
 from benchmarks.exactness import CASES
 from benchmarks.memoize import memoized_capture
 from benchmarks.report import about, save
+from tests.harness.emulated_streams import emulated_streams
 from tests.harness.models import MODELS, Case
 from tests.harness.reference import Reference, batches, snapshot, worst_error, worst_loss
 from tests.harness.training import ADAMW, EXACT, fixed
@@ -41,7 +46,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of the storage: the value of `Strategy.offload`, and states of the optimizer."""
+    """Contents of the lower level: the value of `Strategy.offload`, and the optimizer's states."""
 
     strategy: str = "none"
     states: bool = False
@@ -73,7 +78,7 @@ class Row:
 
 
 def sweep(
-    folder: Path,
+    folder: Path | None,
     models: Sequence[str],
     plans: Sequence[str],
     contents: Sequence[str],
@@ -100,9 +105,9 @@ def suits(model: str, plan: str) -> bool:
     return model != "dropout" or plan in ("single", "tp2")  # ranks draw other numbers for rows
 
 
-def measure(name: str, plan: str, contents: str, folder: Path) -> Row:
+def measure(name: str, plan: str, contents: str, folder: Path | None) -> Row:
     """Trains one model under one plan, on processes that later cases use again."""
-    options = {"name": name, "plan": plan, "contents": contents, "folder": str(folder)}
+    options = {"name": name, "plan": plan, "contents": contents, "folder": str(folder or "")}
     try:
         answers = run(train_on_rank, 1 if plan == "single" else 2, timeout=600, **options)
     except RankError as error:
@@ -118,19 +123,36 @@ def measure(name: str, plan: str, contents: str, folder: Path) -> Row:
 def train_on_rank(
     rank: int, world_size: int, name: str, plan: str, contents: str, folder: str
 ) -> Reference:
-    """Trains on one rank; another model and optimizer go on from the middle."""
+    """Trains on one rank, to host memory if `folder` is ""."""
     warnings.simplefilter("ignore")
-    case, chosen, losses = CASES[name], CONTENTS[contents], list[float]()
+    if folder:
+        trained = train_halves(name, plan, CONTENTS[contents], folder)
+        if CONTENTS[contents].strategy != "none":
+            assert offload.storage_in(folder).size, "nothing was on storage"
+        return trained
+    with emulated_streams() as gpu:
+        trained = train_halves(name, plan, CONTENTS[contents], None)
+    assert gpu.copies, "nothing was in host memory"
+    assert not gpu.errors, gpu.errors[0]
+    return trained
+
+
+def train_halves(name: str, plan: str, chosen: Contents, folder: str | None) -> Reference:
+    """Trains on one rank; another model and optimizer go on from the middle."""
+    case, losses = CASES[name], list[float]()
     options = dict(PLANS[plan])
     if name in ("conv", "resnet"):
         options.pop("micro_batches", None)  # batch norm sees all rows
     strategy = fixed(**options, offload=chosen.strategy, offload_dir=folder)
+    cluster = None if folder else autopar.Cluster.default(world_size(), "cuda")
     saved: Any = None
     for steps in halves():
         with everything_leaves(), memoized_capture(captures(name)):
             made = case.make().double()
             given = example(made, case)
-            model: Any = autopar.compile(made, strategy=strategy, example_inputs=given)
+            model: Any = autopar.compile(
+                made, strategy=strategy, example_inputs=given, cluster=cluster, fallback=False
+            )
             optimizer = optimizer_of(model, chosen, folder)
             if saved:
                 model.load_full_state_dict(saved[0])
@@ -139,8 +161,6 @@ def train_on_rank(
             losses += train(model, optimizer, case, steps)
             states = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
             saved = *states, model.rng_state
-    if chosen.strategy != "none":
-        assert offload.storage_in(folder).size, "nothing was on storage"
     return Reference(losses, snapshot(saved[0]))
 
 
@@ -174,8 +194,8 @@ def halves() -> Iterator[range]:
     yield range(STEPS // 2, STEPS)
 
 
-def optimizer_of(model: nn.Module, contents: Contents, folder: str) -> Optimizer:
-    """The optimizer of the reference, with its states on storage if they are to lie there."""
+def optimizer_of(model: nn.Module, contents: Contents, folder: str | None) -> Optimizer:
+    """The optimizer of the reference, with its states offloaded if they are to be."""
     if not contents.states:
         return ADAMW(model.parameters())
     options: dict[str, Any] = {"folder": folder, "block_bytes": 1 << 14, "checked": True}
@@ -191,7 +211,7 @@ def example(model: nn.Module, case: Case) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def everything_leaves() -> Iterator[None]:
-    """Has values and parameters of any size lie on storage."""
+    """Has values and parameters of any size leave."""
     small = functools.partial(OffloadActivations, least_bytes=1)
     with (
         mock.patch.object(pipeline, "OffloadActivations", small),

@@ -31,8 +31,8 @@ from autopar.cost_model.collectives import Link, Transfer, check_collective
 from autopar.cost_model.cost import ClusterError, Cost, check_provenance
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured, curve_row
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.storage import Storage
-from autopar.cost_model.topology.devices import Device
+from autopar.cost_model.storage import Storage, transfer_times
+from autopar.cost_model.topology.devices import Device, host_link
 from autopar.cost_model.topology.topology import repeated
 
 SCHEMA_VERSION = 2
@@ -52,6 +52,7 @@ _KINDS: Mapping[str, Any] = {
     "figures": Device | None,
     "link": Link | None,
     "storage": Storage | None,
+    "host": Storage | None,
 }
 
 
@@ -78,6 +79,7 @@ class Cluster:
         device_memory_bytes: memory that one rank may fill, in bytes, if known.
         host_memory_bytes: memory of one node, in bytes, if known.
         storage: times of a rank's local storage; None if not measured.
+        host: times of copies between a GPU and host memory; None if not measured.
         schema_version: version of the JSON document.
     """
 
@@ -97,6 +99,7 @@ class Cluster:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     storage: Storage | None = None
+    host: Storage | None = None
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __post_init__(self) -> None:
@@ -161,6 +164,15 @@ class Cluster:
         whole = self.seconds(transfer.collective, nbytes, transfer.shape, transfer.dtype)
         return dataclasses.replace(whole, seconds=whole.seconds / transfer.pieces)
 
+    def transfers(self, kind: str) -> Storage:
+        """Times of transfers of a kind that `storage.LANES` has, measured or modelled."""
+        return self._transfer_times[kind]
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether its devices are GPUs."""
+        return self.device != "cpu"
+
     @property
     def fabric(self) -> Fabric:
         """Properties that all groups share."""
@@ -171,13 +183,19 @@ class Cluster:
         names = (f.name for f in dataclasses.fields(CollectivePricer) if f.init)
         return CollectivePricer(**{name: getattr(self, name) for name in names})
 
+    @cached_property
+    def _transfer_times(self) -> Mapping[str, Storage]:
+        link, on_gpu = host_link(self.device, self.figures), self.device != "cpu"
+        return transfer_times(self.storage, self.host, link, on_gpu=on_gpu)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["versions"] = dict(self.versions)
         data["slowdown"] = dataclasses.asdict(self.slowdown)
         data["link"] = dataclasses.asdict(self.link) if self.link else None
-        data["storage"] = dataclasses.asdict(self.storage) if self.storage else None
+        for name in ("storage", "host"):
+            data[name] = dataclasses.asdict(data[name]) if data[name] else None
         data["figures"] = self.figures.to_dict() if self.figures else None
         if self.topology is not None:
             data["topology"] = nx.node_link_data(self.topology, edges="edges")

@@ -76,7 +76,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CurvePoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Points of a curve of storage."""
+    """Points of a curve of transfers."""
 
     bytes: tuple[Positive, ...]
     seconds: tuple[Rate, ...]
@@ -88,14 +88,15 @@ class CurvePoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StorageRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured storage, as `dataclasses.asdict` writes it."""
+    """Measured transfers to files or host memory, as `dataclasses.asdict` writes them."""
 
     write: CurvePoints
     read: CurvePoints
     provenance: Provenance
     folder: str
-    on_compute: Amount = 1.0  # older documents lack both factors
+    on_compute: Amount = 1.0  # older documents lack factors
     beside_compute: Amount = 1.0
+    both_ways: Amount = 1.0
 
     @property
     def entry(self) -> Storage:
@@ -106,6 +107,7 @@ class StorageRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.folder,
             self.on_compute,
             self.beside_compute,
+            self.both_ways,
         )
 
 
@@ -128,7 +130,8 @@ class ClusterDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory_bytes: Positive | None
     host_memory_bytes: Positive | None
     schema_version: int
-    storage: StorageRow | None = None  # older documents lack it
+    storage: StorageRow | None = None  # older documents lack these
+    host: StorageRow | None = None
 
 
 def cluster_fields(data: Any, source: str) -> dict[str, Any]:
@@ -141,6 +144,7 @@ def cluster_fields(data: Any, source: str) -> dict[str, Any]:
     values = {name: getattr(document, name) for name in ClusterDocument.__struct_fields__}
     values["curves"] = {row.key: row.entry for row in document.curves}
     values["storage"] = document.storage and document.storage.entry
+    values["host"] = document.host and document.host.entry
     if document.topology is not None:
         values["topology"] = nx.node_link_graph(data["topology"], edges="edges")
     return values
@@ -153,16 +157,16 @@ def _check(document: ClusterDocument) -> None:
             "$.ranks_per_node",
             f"is {document.ranks_per_node}, but $.world_size is {document.world_size}",
         )
-    if document.storage is not None:
+    for path, row in (("$.storage", document.storage), ("$.host", document.host)):
         try:
-            _ = document.storage.entry
+            _ = row and row.entry
         except ClusterError as error:
-            raise FieldError("$.storage", f"is no storage: {error}") from error
+            raise FieldError(path, f"has no times of transfers: {error}") from error
     seen: set[CurveKey] = set()
-    for index, row in enumerate(document.curves):
+    for index, curve in enumerate(document.curves):
         path = f"$.curves[{index}]"
         try:
-            key, _ = row.key, row.entry
+            key, _ = curve.key, curve.entry
         except ClusterError as error:
             raise FieldError(path, f"is no curve: {error}") from error
         if key in seen:

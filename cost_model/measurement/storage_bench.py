@@ -51,7 +51,7 @@ def measure_storage(folder: str, budget_s: float = QUICK_S) -> Storage:
     buffer[:] = bytes(range(256)) * (len(buffer) // 256)
     extent = storage.allocate(len(buffer))
     storage.write(extent, buffer).result()  # also gives the file its blocks
-    _line_up()
+    line_up()
     samples: dict[str, dict[int, list[float]]] = {
         kind: {size: [] for size in SIZES} for kind in ("write", "read")
     }
@@ -75,11 +75,11 @@ def _factors(storage: BlockStorage) -> tuple[float, float]:
     compute, trials = sample_compute(), []
     _timed(storage, extents, value)
     for _ in range(_TRIALS):
-        _line_up()
+        line_up()
         quiet_s, _ = _timed(storage, extents, value)
-        _line_up()
+        line_up()
         piece_s = seconds_of_piece(compute, quiet_s)
-        _line_up()
+        line_up()
         both_s, pieces = _timed(storage, extents, value, compute)
         trials.append((both_s / (pieces * piece_s), both_s / quiet_s))
     compute_by, transfers_by = map(statistics.median, zip(*trials, strict=True))
@@ -109,7 +109,7 @@ def _timed(
     return time.perf_counter() - start, pieces
 
 
-def _line_up() -> None:
-    """Waits for the other ranks, which use their files too."""
+def line_up() -> None:
+    """Waits for the other ranks, which measure too."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier(cpu_group())

@@ -2,7 +2,8 @@
 
 Operators run one after another on the compute stream. A collective starts once it is issued and
 the stream of its axis is free. A wait stalls compute until the collective has ended. Reads and
-writes of storage follow one another on a stream of their own.
+writes of files follow one another on a stream of their own. So do copies from a GPU to host memory,
+and copies from it.
 
 The host issues all of these to a GPU, one after another: none starts before it is issued, and views
 take time of the host only. The step ends when both have. The host waits for the device only where
@@ -28,7 +29,7 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.peak import Memory, simulate_memory
 from autopar.cost_model.simulator.exposure import Exposure, apportion
 from autopar.cost_model.simulator.streams import Clock, Event, Flight
-from autopar.cost_model.storage import LANE, UNMEASURED, WRITE, is_storage_wait, transfer_of
+from autopar.cost_model.storage import COPIES, DOWN, LANES, is_storage_wait, transfer_of
 from autopar.formatting import milliseconds
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 
@@ -167,8 +168,7 @@ class _Run:
                 elif (kind := transfer_of(node)) is not None:
                     self._move(node, kind)
                 elif is_storage_wait(node):
-                    flight = self.flights[begun := _begun(node)]
-                    self._expose(begun, self.clock.wait(node.name, flight))
+                    self._land(node)
                 else:
                     self._compute(node.name, cost := operators.seconds(node))
                     if cost.host_s and reads_device(node):
@@ -204,15 +204,25 @@ class _Run:
         self.flights[node] = self.clock.issue(node.name, transfer, self.prices[node])
 
     def _move(self, node: fx.Node, kind: str) -> None:
-        """Starts to write a value to storage, or to read one."""
-        moved = node.args[0] if kind == WRITE else node
+        """Starts to move a value to a lower level of memory, or back. A copy is a call."""
+        if kind in COPIES:
+            self._compute(node.name, self.operators.seconds(node), starts=True)
+        moved = node.args[0] if kind in DOWN else node
         nbytes = sum(map(tensor_bytes, tensors(moved)))  # type: ignore[arg-type]
-        storage = self.cluster.storage or UNMEASURED
-        price, factors = storage.seconds(kind, nbytes), (storage.on_compute, storage.beside_compute)
+        storage = self.cluster.transfers(kind)
+        price = storage.seconds(kind, nbytes)
         self.sources[price.kind] += 1
         self.prices[node] = price.seconds
-        transfer = Transfer(kind, LANE, nbytes, GroupShape(1, 1), "uint8")
-        self.flights[node] = self.clock.issue(node.name, transfer, price.seconds, factors)
+        transfer = Transfer(kind, LANES[kind], nbytes, GroupShape(1, 1), "uint8")
+        self.flights[node] = self.clock.issue(node.name, transfer, price.seconds, storage)
+
+    def _land(self, node: fx.Node) -> None:
+        """Stalls until a transfer has ended. The wait for a copy is a call."""
+        begun = _begun(node)
+        flight = self.flights[begun]
+        if flight.transfer.collective in COPIES:
+            self._compute(node.name, self.operators.seconds(node))
+        self._expose(begun, self.clock.wait(node.name, flight))
 
     def _wait(self, node: fx.Node, source: fx.Node) -> None:
         """Stalls until a collective has ended and late ranks have come.
@@ -277,7 +287,7 @@ class _Run:
 
 
 def _begun(wait: fx.Node) -> fx.Node:
-    """The transfer that a wait of storage is for."""
+    """The transfer to or from a lower level of memory that a wait is for."""
     begun = wait.args[0]
     assert isinstance(begun, fx.Node)
     return begun

@@ -2,8 +2,9 @@
 
 Compute and the first collective of each axis run at once. Meanwhile compute takes
 `slowdown.of_compute` times as long, and a collective `slowdown.of_communication` times. Collectives
-of two axes share their links evenly if both stay inside nodes, or if both cross nodes. Transfers
-of storage have factors of their own.
+of two axes share their links evenly if both stay inside nodes, or if both cross nodes. Transfers to
+files and host memory have lanes and factors of their own. Copies to the host and from it slow each
+other down, but share no link with collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar.cost_model.cluster.interference import Slowdown
 from autopar.cost_model.collectives import Transfer
-from autopar.cost_model.storage import LANE
+from autopar.cost_model.storage import COPIES, LANES, Storage
 
 COMPUTE = "compute"
 _ROUNDING_S = 1e-12  # remainders below this are rounding errors
@@ -24,8 +25,8 @@ _ROUNDING_S = 1e-12  # remainders below this are rounding errors
 class Event:
     """An interval on a stream, in seconds from the start of the step.
 
-    The stream is "compute", "storage" or a mesh axis. The kind is "compute", "wait", a collective,
-    "storage write" or "storage read".
+    The stream is "compute", a lane of transfers or a mesh axis. The kind is "compute", "wait", a
+    collective, or a kind of transfer (see `storage.LANES`).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Flight:
         end_s: time of its end in seconds; `issued_s` until then.
         on_compute: its slowdown of compute.
         beside_compute: the slowdown of it by compute.
+        both_ways: the slowdown of a copy by one that moves the other way.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Flight:
     end_s: float
     on_compute: float
     beside_compute: float
+    both_ways: float = 1.0
 
 
 class Clock:
@@ -100,16 +103,16 @@ class Clock:
         name: str,
         transfer: Transfer,
         seconds: float,
-        factors: tuple[float, float] | None = None,
+        storage: Storage | None = None,
     ) -> Flight:
-        """Appends a collective to the queue of its axis, or a transfer to that of storage.
+        """Appends a collective to the queue of its axis, or a transfer to that of its lane.
 
-        `factors` are the slowdowns of compute and of the transfer by each other, those of
-        collectives of its size by default.
+        `storage` has the slowdowns of a transfer to a lower level of memory; None for a collective.
         """
-        if factors is None:
-            slowdown, nbytes = self._slowdown, transfer.nbytes
-            factors = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
+        slowdown, nbytes = self._slowdown, transfer.nbytes
+        factors: tuple[float, ...] = slowdown.of_compute(nbytes), slowdown.of_communication(nbytes)
+        if storage is not None:
+            factors = storage.on_compute, storage.beside_compute, storage.both_ways
         now = self.now
         flight = Flight(name, transfer, seconds, now, now, now, *factors)
         if seconds > 0.0:
@@ -174,11 +177,13 @@ class Clock:
 def _pace(flight: Flight, heads: list[Flight], computing: bool) -> float:
     """Simulated seconds for each second of a collective, among those that run at once."""
     slower = flight.beside_compute if computing else 1.0
-    if flight.transfer.axis == LANE:
-        return slower
+    if flight.transfer.collective in LANES:
+        copies = sum(other.transfer.collective in COPIES for other in heads)
+        meets = flight.transfer.collective in COPIES and copies > 1
+        return slower * flight.both_ways if meets else slower
     crosses = flight.transfer.shape.nodes > 1
     sharing = sum(
-        (other.transfer.shape.nodes > 1) == crosses and other.transfer.axis != LANE
+        (other.transfer.shape.nodes > 1) == crosses and other.transfer.collective not in LANES
         for other in heads
     )
     return sharing * slower

@@ -1,4 +1,4 @@
-"""Keeps saved activations on storage between forward and backward."""
+"""Keeps saved activations on a lower level of memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class OffloadActivations(Pass):
-    """Writes saved activations to storage in the forward, and reads them before their use.
+    """Writes saved activations to a lower level in the forward, and reads them before their use.
 
     Before: a joint graph in its final order. After: each chosen value is written once it is
     computed, and its memory is free after its last use in the forward. Its read begins some values
@@ -32,7 +32,7 @@ class OffloadActivations(Pass):
 
     Attributes:
         blocks: blocks whose activations are offloaded; "" is the code outside of blocks.
-        folder: folder on the storage.
+        folder: folder on the storage; "" for host memory, under GPUs.
         least_bytes: size of the smallest value to offload.
     """
 
@@ -54,7 +54,7 @@ class OffloadActivations(Pass):
         _take_views_again(changed, found)
         window = AHEAD * max(value.nbytes for value in found)
         tickets = _write(changed, found, self.folder, window)
-        _read(changed, found, tickets)
+        _read(changed, found, tickets, self.folder)
         return PassResult(changed)
 
 
@@ -152,7 +152,9 @@ def _write(
     return tickets
 
 
-def _read(graph: TrainingGraph, found: Sequence[SavedValue], tickets: Sequence[fx.Node]) -> None:
+def _read(
+    graph: TrainingGraph, found: Sequence[SavedValue], tickets: Sequence[fx.Node], folder: str
+) -> None:
     """Reads each value before its first reader in the backward."""
     nodes = list(graph.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
@@ -162,6 +164,6 @@ def _read(graph: TrainingGraph, found: Sequence[SavedValue], tickets: Sequence[f
         readers = sorted(late.intersection(value.node.users), key=place.__getitem__)
         like = value.node.meta["val"]
         size, stride = list(like.shape), list(like.stride())
-        begin = (prefetch, ticket, size, stride, like.dtype, like.device)
+        begin = (prefetch, ticket, folder, size, stride, like.dtype, like.device)
         groups.append([Read(value.node, readers, value.nbytes, begin, (prefetched, ticket))])
     read_ahead(graph.graph, groups, graph.backward_start)

@@ -1,4 +1,4 @@
-"""Reads parameters that lie on storage before their uses."""
+"""Reads parameters that lie on a lower level of memory before their uses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from autopar.passes.memory.read_ahead import Group, Read, read_ahead
 
 @dataclass(frozen=True)
 class OffloadParameters(Pass):
-    """Reads parameters from storage in the forward, and again in the backward.
+    """Reads parameters from the lower level in the forward, and again in the backward.
 
     Before: a joint graph in its final order. After: no operator reads a large parameter, but a
     copy that is fetched before its first reader and freed after its last; one copy in the forward,
     another in the backward, which takes its own views. Parameters that the program writes or
     returns are read in place. Tier: exact.
+
+    Attributes:
+        folder: folder on the storage; "" for host memory, under GPUs.
     """
 
     ensures: ClassVar[frozenset[GraphProperty]] = frozenset({GraphProperty.PARAMETERS_OFFLOADED})
+
+    folder: str = "."
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         changed = graph.copy()
@@ -44,7 +49,7 @@ class OffloadParameters(Pass):
         at = calls.index(changed.backward_start) if start < len(nodes) - 1 else len(calls)
         for half in (calls[:at], calls[at:]):
             if half:
-                read_ahead(changed.graph, list(_reads(views, half)), half[0])
+                read_ahead(changed.graph, list(_reads(views, half, self.folder)), half[0])
         return PassResult(changed)
 
 
@@ -65,13 +70,13 @@ def views_of_stored(graph: TrainingGraph) -> dict[fx.Node, frozenset[fx.Node]]:
     return found
 
 
-def _reads(stored: Iterable[fx.Node], half: list[fx.Node]) -> Iterator[Group]:
+def _reads(stored: Iterable[fx.Node], half: list[fx.Node], folder: str) -> Iterator[Group]:
     """Reads of the parameters that operators of one half of the program read."""
     place = {node: index for index, node in enumerate(half)}
     reads = []
     for node in stored:
         if readers := sorted(place.keys() & node.users.keys(), key=place.__getitem__):
-            reads.append(Read(node, readers, nbytes(node), (fetch, node), (fetched,)))
+            reads.append(Read(node, readers, nbytes(node), (fetch, node, folder), (fetched,)))
     reads.sort(key=lambda read: place[read.readers[0]])
     for _, group in groupby(reads, key=lambda read: read.readers[0]):
         yield list(group)

@@ -12,7 +12,7 @@ from benchmarks.gpu.parts import PARTS
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["nccl", "ranks"])
+@pytest.mark.parametrize("name", ["nccl", "ranks", "offload", "offload-order"])
 def test_a_dry_run_fills_the_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert main(["--dry-run", "--part", name, "--json", str(path)]) == 0

@@ -152,6 +152,6 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_offload_needs_a_folder() -> None:
-    with pytest.raises(autopar.StrategyError, match="offload_dir"):
-        autopar.Strategy(offload="activations")
+def test_offload_of_a_cpu_needs_a_folder() -> None:
+    with pytest.raises(autopar.StrategyError, match=r"needs a folder, because CPUs.*offload_dir"):
+        trained("gpt", fixed(0, offload="activations"))

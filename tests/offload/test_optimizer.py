@@ -103,10 +103,10 @@ def test_states_leave_memory_and_buffers_stay(tmp_path: Path) -> None:
     kept = [t for _, b in optimizer._blocks for s in b.inner.state.values() for t in s.values()]
     assert sum(t.nbytes for t in kept) <= 4 * len(kept)
     train(model, optimizer, range(1, 2))  # the first that reads
-    before = {id(buffer) for buffer in optimizer._free}
+    before = {id(buffer) for buffer in optimizer._transfers._free}
     train(model, optimizer, range(2, 4))
     assert len(before) <= 3
-    assert {id(buffer) for buffer in optimizer._free} == before
+    assert {id(buffer) for buffer in optimizer._transfers._free} == before
 
 
 def test_masters_are_a_float32_model(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
     model = make_regressor()
     optimizer = offloaded(optim.AdamW, model.parameters(), tmp_path)
     train(model, optimizer, range(1))
-    with buffered(optimizer._storage._file) as file:
+    with buffered(optimizer._transfers._storage._file) as file:
         os.pwrite(file, b"\x01" * 8, 64)
     with pytest.raises(autopar.OffloadError, match="differ from what was written"):
         train(model, optimizer, range(1))
@@ -246,7 +246,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     model = make_regressor()
     optimizer = offloaded(optim.AdamW, model.parameters(), tmp_path)
     train(model, optimizer, range(1))
-    os.ftruncate(optimizer._storage._file, 0)
+    os.ftruncate(optimizer._transfers._storage._file, 0)
     with pytest.raises(autopar.OffloadError, match=r"was cut short.*Resume from a checkpoint"):
         train(model, optimizer, range(1))
 

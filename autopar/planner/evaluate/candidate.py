@@ -20,8 +20,8 @@ class CandidateConfig:
     """Choices of the planner on one mesh.
 
     Attributes:
-        offload: blocks whose saved activations lie on storage.
-        offload_parameters: whether parameters lie on storage.
+        offload: blocks whose saved activations lie on a lower level of memory.
+        offload_parameters: whether parameters lie there.
         gather_bytes: size of gather buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of buckets gathered ahead.
@@ -60,7 +60,7 @@ class CandidateConfig:
         if self.offload:
             parts.append(f"offload x{len(self.offload)}")
         if self.offload_parameters:
-            parts.append("parameters on storage")
+            parts.append("parameters offloaded")
         parts.append(f"buckets {max(self.gather_bytes, self.reduce_bytes) / 2**20:g} MiB")
         if self.prefetch != 1:
             parts.append(f"prefetch {self.prefetch}")
@@ -89,11 +89,16 @@ class CandidateConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, its plan, and the plan's prediction."""
+    """A configuration, its plan, and the plan's prediction.
+
+    Attributes:
+        host_cap: bytes of host memory of a rank; None if unknown.
+    """
 
     config: CandidateConfig
     plan: Plan
     prediction: Prediction
+    host_cap: int | None = None
 
     @property
     def step_s(self) -> float:
@@ -104,7 +109,9 @@ class Candidate:
         return self.prediction.needed_bytes
 
     def fits(self, cap: int | None) -> bool:
-        """Whether it needs at most `cap` bytes; None for no cap."""
+        """Whether it needs at most `cap` bytes, None for no cap, and at most `host_cap`."""
+        if self.host_cap is not None and self.prediction.host_bytes > self.host_cap:
+            return False
         return cap is None or self.needed_bytes <= cap
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autopar.cost_model.algorithms.wire_bytes import node_bytes, sent_bytes
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.memory.host_memory import HostMemory
 from autopar.cost_model.simulator.exposure import by_cause, worst
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.cost_model.simulator.streams import COMPUTE, Event
@@ -74,6 +75,7 @@ class SpmdEvaluator(Evaluator):
             *result.timeline,
             Event("optimizer", COMPUTE, end_s - update.seconds, end_s, COMPUTE),
         ]
+        host = HostMemory.of(graph, on_gpus=setup.cluster.on_gpus)
         prediction = Prediction(
             step_s=end_s,
             update_s=update.seconds,
@@ -84,6 +86,7 @@ class SpmdEvaluator(Evaluator):
             node_bytes=node_bytes(graph, setup.comm_backend, setup.cluster.ranks_per_node),
             reserved_bytes=result.memory.reserved,
             context_bytes=result.memory.context,
+            host_bytes=host.standing + host.saved,
             memory=dict(result.memory.by_category),
             provenance=dict(provenance),
             waits={**result.waits, **({"records": agreement_s} if agreement_s else {})},

@@ -29,7 +29,7 @@ Class = tuple[int, Level, bool]
 
 SCALARS = (
     "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "peak_bytes", "node_bytes",
-    "reserved_bytes",
+    "reserved_bytes", "host_bytes",
 )  # fmt: skip
 TABLES = ("memory", "waits", "causes", "provenance")
 NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"

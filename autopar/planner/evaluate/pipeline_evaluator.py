@@ -127,6 +127,7 @@ class PipelineEvaluator(Evaluator):
             run=self._run([stage.cost for stage in stages], link),
             updates=self._updates(lowered),
             link=link,
+            on_gpus=self.setup.cluster.on_gpus,
         )
 
     def _simulate_stage(self, programs: MicrobatchPrograms) -> StageSimulation:

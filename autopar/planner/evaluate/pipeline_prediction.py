@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import Cost
+from autopar.cost_model.memory.host_memory import HostMemory
 from autopar.cost_model.simulator.exposure import by_cause, worst
 from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost
 from autopar.cost_model.simulator.schedules import Orders, in_flight
@@ -115,6 +116,7 @@ class SimulatedPipeline:
         orders: actions of each rank.
         run: simulation of all stages, without the optimizer's step.
         updates: cost of the optimizer's step on each rank.
+        on_gpus: whether the ranks are GPUs.
     """
 
     plan: Plan
@@ -124,6 +126,7 @@ class SimulatedPipeline:
     run: PipelineSimulation
     updates: tuple[Cost, ...]
     link: P2PCost
+    on_gpus: bool
 
     @cached_property
     def memories(self) -> list[RankMemory]:
@@ -156,6 +159,7 @@ class SimulatedPipeline:
             memory=full.by_category,
             reserved_bytes=full.reserved,
             context_bytes=self.stages[0].last.memory.context,
+            host_bytes=max(map(self._host_bytes, ranks)),
             provenance=self._provenance(),
             waits=_summed((each.waits, times) for each, times in runs),
             causes=_summed((by_cause(each.exposures), times) for each, times in runs),
@@ -165,6 +169,14 @@ class SimulatedPipeline:
             idle=tuple(1.0 - seconds / step_s for seconds in busy_s),
             report_data=self._report_data(),
         )
+
+    def _host_bytes(self, rank: int) -> int:
+        """Page-locked bytes of a rank, with all micro-batches in flight."""
+        found = 0
+        for index in self.pipeline.stages_of(rank):
+            host = HostMemory.of(self.stages[index].programs.last, on_gpus=self.on_gpus)
+            found += host.standing + host.saved * in_flight(self.orders[rank], index)
+        return found
 
     def _stage(self, index: int) -> StagePrediction:
         stage, owners = self.stages[index], self.pipeline.owners

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -13,7 +13,7 @@ from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
-from autopar.cost_model.storage import UNMEASURED, WRITE
+from autopar.cost_model.storage import FROM_HOST, TO_HOST, UNMEASURED, WRITE
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import Replicate, Shard
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
@@ -119,13 +119,17 @@ class EvaluationSetup:
         return simulate(graph, self.cluster, self.operators, overhead=self.overhead)
 
     def update_cost(self, plan: Plan, trained_bytes: Iterable[int]) -> Cost:
+        """The time of the optimizer's step; offloaded parameters are written, too.
+
+        Those of GPUs lie in host memory, where the optimizer's kernels read and write them.
+        """
         sizes = list(trained_bytes)
         cost = self.update.seconds(sizes, dtensors=Layout(plan).shards_parameters)
         if not plan.offload_parameters:
             return cost
-        storage = self.cluster.storage or UNMEASURED
-        written = sum(storage.seconds(WRITE, nbytes).seconds for nbytes in sizes)
-        return replace(cost, seconds=cost.seconds + written)
+        kinds = (FROM_HOST, TO_HOST) if self.cluster.on_gpus else (WRITE,)
+        costs = (self.cluster.transfers(k).seconds(k, nbytes) for k in kinds for nbytes in sizes)
+        return replace(cost, seconds=cost.seconds + sum(each.seconds for each in costs))
 
     @property
     def agreement_s(self) -> float:
@@ -147,13 +151,28 @@ class EvaluationSetup:
 
     def candidate(self, config: CandidateConfig, plan: Plan, prediction: Prediction) -> Candidate:
         """The candidate of a plan and its prediction; calls `note`."""
-        notes = (*plan.notes, *self.overhead.gaps())
-        is_offloaded = plan.offload or plan.offload_parameters
-        if is_offloaded and self.cluster.storage is None:
-            notes += (f"storage: {UNMEASURED.provenance}; autopar measure --offload-dir times it",)
+        notes = (*plan.notes, *self.overhead.gaps(), *self._unmeasured_tiers(plan))
         plan = replace(plan, prediction=prediction, notes=notes)
         self.note(plan)
-        return Candidate(config, plan, prediction)
+        return Candidate(config, plan, prediction, self._host_bytes)
+
+    @property
+    def _host_bytes(self) -> int | None:
+        """Bytes of host memory for each GPU; None if unknown, or on CPUs."""
+        whole = self.cluster.host_memory_bytes if self.cluster.on_gpus else None
+        return None if whole is None else whole // self.cluster.ranks_per_node
+
+    def _unmeasured_tiers(self, plan: Plan) -> Iterator[str]:
+        """Notes on lower levels of memory that a plan uses and nobody measured."""
+        if not (plan.offload or plan.offload_parameters):
+            return
+        on_gpus, cluster = self.cluster.on_gpus, self.cluster
+        in_files = not on_gpus or (plan.offload and plan.offload_dir)
+        if in_files and cluster.storage is None:
+            yield f"storage: {UNMEASURED.provenance}; autopar measure --offload-dir times it"
+        if on_gpus and cluster.host is None:
+            origin = cluster.transfers(TO_HOST).provenance
+            yield f"host memory: {origin}; autopar measure times it"
 
 
 def timeline_events(events: Iterable[Event]) -> tuple[TimelineEvent, ...]:

@@ -38,7 +38,9 @@ def build_evaluator(
     """
     context, axes = context or SearchContext(), problem.strategy.axes
     if machine is not None and problem.state_block_bytes:
-        machine = machine.with_stored_states(problem.state_block_bytes)
+        machine = machine.with_stored_states(
+            problem.state_block_bytes, problem.strategy.offload_dir or ""
+        )
     base = problem.base()
     base = replace(
         base,

@@ -25,9 +25,9 @@ from autopar.planner.evaluate.candidate import (
     default_config,
 )
 from autopar.planner.evaluate.evaluator import Evaluator
+from autopar.planner.offload_choices import offloaded
 from autopar.planner.search.runners_up import runners_up
 from autopar.planner.search.state_bytes import least_state_bytes
-from autopar.planner.storage_choices import on_storage
 from autopar.report.plan import Plan
 
 LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
@@ -277,7 +277,7 @@ class _ConfigSearch:
             return self.evaluate(config)
         found = [self.raised_levels(config)]
         if self.strategy.offload == "auto":
-            found += on_storage(self, config, found[0])
+            found += offloaded(self, config, found[0])
         return self.best(found)
 
     def raised_levels(self, config: CandidateConfig) -> Candidate | None:

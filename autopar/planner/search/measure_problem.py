@@ -113,6 +113,7 @@ def measure_problem(
             dtype=problem.dtype,
             limit_s=limit_s,
             offload_dir=problem.strategy.offload_dir or "",
+            offload=problem.strategy.offloads,
         )
     if problem.strategy.axes and machine.operators.present:
         machine = time_shards(machine, nodes, live=live, limit_s=limit_s)

@@ -175,15 +175,16 @@ class _OomAdvisor:
         except (AutoparError, TimeIsOver):
             return None
 
-    def states_on_storage(
+    def states_offloaded(
         self, problem: PlanningProblem, nbytes: int, where: str, *also: str
     ) -> Suggestion:
-        """A suggestion of the user's optimizer with its states, of so many bytes, on storage."""
+        """A suggestion of the user's optimizer with its states, of so many bytes, offloaded."""
         block = state_block_bytes(problem)
         name = _kind(problem.optimizer).__name__
-        given = f"{name}, folder={where!r}, block_bytes={block}"
+        folder = f", folder={where!r}" if where else ""
+        given = f"{name}{folder}, block_bytes={block}"
         how = f"optimizer=functools.partial(autopar.OffloadedOptimizer, {given})"
-        what = f"states of the optimizer on storage ({human_bytes(nbytes)})"
+        what = f"states of the optimizer {_place(where)} ({human_bytes(nbytes)})"
         what = f"{what}, and activations or parameters" if also else what
         stored = replace(problem, state_block_bytes=block)
         return Suggestion(what, "; ".join((how, *also)), partial(self.make_plan, stored))
@@ -191,12 +192,13 @@ class _OomAdvisor:
     def same_graphs(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
         """Suggestions that need no other captures or measurements."""
         strategy = self.problem.strategy
-        where = strategy.offload_dir or "FOLDER"
-        auto = replace(strategy, offload=strategy.offload or "auto", offload_dir=where)
-        moved = f"Strategy(offload='auto', offload_dir={where!r})"
+        where = strategy.offload_dir or ("" if self.problem.on_gpus else "FOLDER")
+        auto = replace(strategy, offload=strategy.offload or "auto", offload_dir=where or None)
+        folder = f", offload_dir={where!r}" if where else ""
+        moved = f"Strategy(offload='auto'{folder})"
         if strategy.offload is None:
             within = replace(self.problem, strategy=auto)
-            what = "activations or parameters on storage"
+            what = f"activations or parameters {_place(where)}"
             yield Suggestion(what, moved, partial(self.make_plan, within))
         recomputes = strategy.recompute in (None, "full")
         if not recomputes:
@@ -206,10 +208,10 @@ class _OomAdvisor:
             if not recomputes and not self.changes:
                 yield self.strategy_with("both of these", zero=None, recompute=None)
         if states := memory.get("optimizer", 0):
-            yield self.states_on_storage(self.problem, states, where)
+            yield self.states_offloaded(self.problem, states, where)
             if strategy.offload is None and not self.changes:
                 both = replace(self.problem, strategy=auto)
-                yield self.states_on_storage(both, states, where, moved)
+                yield self.states_offloaded(both, states, where, moved)
 
     def other_graphs(self, memory: Mapping[str, int]) -> Iterator[Suggestion]:
         """Suggestions that divide the same batch or the model differently."""
@@ -268,6 +270,11 @@ class _OomAdvisor:
         problem = replace(self.problem, strategy=replace(self.problem.strategy, **changes))
         fields = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         return Suggestion(what, f"Strategy({fields})", partial(self.make_plan, problem), states)
+
+
+def _place(folder: str) -> str:
+    """The lower level of memory in a folder; "" for the host's."""
+    return "on storage" if folder else "in host memory"
 
 
 def state_block_bytes(problem: PlanningProblem) -> int:

@@ -58,14 +58,14 @@ def place(at_s: float, step_s: float) -> int:
 
 
 def _streams(p: Prediction) -> list[Lane]:
-    """Lanes of blocks, compute and each mesh axis."""
+    """Lanes of blocks, compute, each mesh axis and each lower level of memory."""
     names_of = EventNames(p.events, p.report_data.calls)
     turn_s = min((s for _, phase, s, _ in p.report_data.spans if phase == "backward"), default=None)
 
     def look(row: TimelineEvent) -> str:
         name, stream, start_s, _, kind = row
         if stream != COMPUTE or kind == "wait":
-            return kind
+            return kind.replace(" ", "_")
         if name == "optimizer":
             return "optimizer"
         return "forward" if turn_s is None or start_s < turn_s else "backward"

@@ -28,6 +28,10 @@ _LOOKS = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
     "broadcast": "broadcast",
+    "storage_write": "write to storage",
+    "storage_read": "read from storage",
+    "copy_to_host": "copy to host memory",
+    "copy_from_host": "copy from host memory",
 }
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar._torch import OpOverload, storage_key
+from autopar.cost_model.storage import transfer_of
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, render_node, tensors
 from autopar.ir.roles import Buffer, Parameter, Saved, State
@@ -76,6 +77,8 @@ def check_graph(graph: TrainingGraph) -> None:
 
 def _waits(node: fx.Node) -> str:
     target = node.target
+    if transfer_of(node) is not None:
+        return "the host begins the transfers of what is offloaded"
     if isinstance(target, OpOverload) and any(tag in target.tags for tag in _WAITING):
         return "the host waits for the GPU to know a value or a shape"
     if target in ON_STREAM.values():

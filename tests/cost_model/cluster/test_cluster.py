@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 
 import networkx as nx
@@ -10,7 +11,8 @@ from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.topology.devices import Device
+from autopar.cost_model.storage import FROM_HOST, TO_HOST, Storage
+from autopar.cost_model.topology.devices import DEVICES, Device
 from tests.cost_model.machines import machines
 
 TODAY = "measured 2026-11-21 on here"
@@ -39,6 +41,9 @@ MEASURED = Cluster(
     uniform=True,
     topology=machines(1, 4, 1e9),
     figures=Device("a CPU", 2**34, 2e10, {"float32": 1e11}, TODAY),
+)
+HOST = Storage(
+    Curve((1000,), (1e-5,), (1e-6,)), Curve((1000,), (2e-5,)), TODAY, "", 1.01, 1.02, 1.5
 )
 
 
@@ -70,7 +75,14 @@ def test_gloo_scatters_at_the_price_of_reducing():
     assert ring("reduce_scatter", 4, "nccl") == (3, 0.75)
 
 
-@pytest.mark.parametrize("cluster", [MEASURED, Cluster.default(8, "H100")])
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        MEASURED,
+        Cluster.default(8, "H100"),
+        dataclasses.replace(Cluster.default(1, "H100"), host=HOST, figures=DEVICES[0]),
+    ],
+)
 def test_round_trips(cluster, tmp_path):
     cluster.save(tmp_path / "cluster.json")
     loaded = Cluster.load(tmp_path / "cluster.json")
@@ -78,6 +90,21 @@ def test_round_trips(cluster, tmp_path):
     if cluster.topology:
         assert nx.utils.graphs_equal(loaded.topology, cluster.topology)
     assert pickle.loads(pickle.dumps(cluster)) == cluster
+
+
+def test_older_documents_lack_host_memory():
+    document = dataclasses.replace(Cluster.default(1, "H100"), host=HOST).to_dict()
+    measured = Cluster.from_dict(document)
+    assert measured.transfers(TO_HOST) == measured.transfers(FROM_HOST) == HOST
+    assert measured.transfers(FROM_HOST).seconds(FROM_HOST, 1000) == Cost(2e-5, TODAY)
+    del document["host"]["both_ways"]
+    assert Cluster.from_dict(document).host.both_ways == 1.0
+    with pytest.raises(ClusterError, match=r"\$\.host.*from 1"):
+        Cluster.from_dict({**document, "host": {**document["host"], "both_ways": 0.5}})
+    with pytest.raises(ClusterError, match=r"\$\.host"):
+        Cluster.from_dict({**document, "host": {"write": 1}})
+    del document["host"]
+    assert Cluster.from_dict(document).host is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The clusters that ship."""
 
 import tomllib
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.topology.devices import find_device
+from autopar.cost_model.storage import COPIES, READ, TO_HOST, UNMEASURED
+from autopar.cost_model.topology.devices import DEVICES, find_device
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = (
@@ -34,7 +36,7 @@ def test_every_figure_has_a_source(name):
     assert cluster.provenance.startswith("imported from ")
     for key, entry in cluster.curves.items():
         assert "imported from " in entry.provenance, key
-    assert cluster.figures == find_device(cluster.device)
+    assert replace(find_device(cluster.device), host_bytes_per_s=None) == cluster.figures
     assert cluster.figures.source.startswith("imported from ")
     assert all(p for _, _, p in cluster.topology.edges(data="provenance"))
 
@@ -94,3 +96,27 @@ def test_devices_by_the_names_that_torch_gives():
     assert find_device("NVIDIA H100 80GB HBM3").flops_per_s["bfloat16"] == 989.4e12
     assert find_device("NVIDIA GeForce RTX 4090").flops_per_s["bfloat16"] == 165.2e12
     assert find_device("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("dgx-a100", 24.8e9), ("dgx-h100", 49.6e9), ("gb200-nvl72", 174.4e9)]
+)
+def test_copies_of_host_memory_are_modelled_from_the_link(name, rate):
+    cluster, nbytes = Cluster.named(name), 1 << 30
+    for kind in COPIES:
+        times = cluster.transfers(kind)
+        cost = times.seconds(kind, nbytes)
+        assert cost.seconds == pytest.approx(1e-5 + nbytes / rate, rel=1e-3)
+        assert cost.provenance.startswith("modelled by")
+        assert times.both_ways == 1.42
+    files = cluster.transfers(READ).seconds(READ, nbytes)
+    alone = UNMEASURED.seconds(READ, nbytes).seconds
+    assert files.seconds == pytest.approx(alone + nbytes / rate, rel=0.01)
+    assert files.kind == "modelled"
+
+
+def test_every_device_has_a_link_to_its_host():
+    assert {device.host_bytes_per_s for device in DEVICES} == {16e9, 32e9, 64e9, 225e9}
+    unknown = Cluster.default(2, "cuda").transfers(TO_HOST)
+    assert "PCIe 3.0 x16, because the device is unknown" in unknown.provenance
+    assert unknown.seconds(TO_HOST, 1 << 30).seconds == pytest.approx((1 << 30) / 12.4e9, rel=1e-3)

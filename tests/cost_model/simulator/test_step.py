@@ -13,7 +13,7 @@ from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing, TimingContext
 from autopar.cost_model.simulator.step import simulate
 from autopar.cost_model.simulator.streams import Clock
-from autopar.cost_model.storage import LANE, WRITE
+from autopar.cost_model.storage import LANES, UNMEASURED, WRITE
 from autopar.ir.roles import Gradient, Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
 
@@ -166,9 +166,10 @@ def test_an_unknown_axis_is_an_error():
 
 def test_transfers_of_storage_and_compute_slow_each_other_down():
     clock = Clock(APART)
-    transfer = Transfer(WRITE, LANE, BYTES, GroupShape(1, 1), "uint8")
-    flight = clock.issue("write", transfer, 1.0, (2.0, 1.5))
+    storage = replace(UNMEASURED, on_compute=2.0, beside_compute=1.5)
+    transfer = Transfer(WRITE, LANES[WRITE], BYTES, GroupShape(1, 1), "uint8")
+    flight = clock.issue("write", transfer, 1.0, storage)
     clock.compute("product", 1.0)
     assert (flight.end_s, clock.now) == pytest.approx((1.5, 0.75 + 1.0))
-    clock.wait("read", clock.issue("read", transfer, 1.0, (2.0, 1.5)))
+    clock.wait("read", clock.issue("read", transfer, 1.0, storage))
     assert clock.now == pytest.approx(2.75)

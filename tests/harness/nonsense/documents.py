@@ -69,7 +69,7 @@ def document_cases(kind: str, read: Callable[[Any], Any], document: Any) -> Iter
             bad = changed(document, path, value)
             said = f"{path} = {type(value).__name__}"
             yield Case(kind, fields_of(path), said, lambda bad=bad: read(bad))
-    for name in document.keys() - {"again", "storage", *ADDED}:
+    for name in document.keys() - {"again", "host", "storage", *ADDED}:
         short = {key: value for key, value in document.items() if key != name}
         yield Case(kind, (name,), f"no {name}", lambda short=short: read(short))
     yield Case(kind, ("stranger",), "a stranger", lambda: read({**document, "stranger": 1}))

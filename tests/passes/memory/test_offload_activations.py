@@ -1,5 +1,6 @@
+import torch
 from expecttest import assert_expected_inline
-from torch import fx
+from torch import Tensor, fx, nn
 
 from autopar.cost_model.storage import is_storage_wait, transfer_of
 from autopar.ir.graph import GraphProperty, TrainingGraph
@@ -7,9 +8,10 @@ from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.memory.checkpoint_activations import CheckpointActivations
 from autopar.passes.memory.offload_activations import OffloadActivations, saved_values
+from tests.harness.emulated_streams import emulated_streams
 from tests.harness.models import MODELS
-from tests.passes.golden import changes, order, two_layers
-from tests.passes.parity import World
+from tests.passes.golden import changes, order
+from tests.passes.parity import World, assert_parity
 
 BLOCKS = ("", "blocks.0", "blocks.1")
 EVERYTHING = OffloadActivations(BLOCKS, "/nvme", least_bytes=1)
@@ -28,12 +30,52 @@ def moves(node: fx.Node) -> bool:
     return transfer_of(node) is not None or is_storage_wait(node)
 
 
+class ThreeLayers(nn.Module):
+    """Layers whose saved values are of one size, so that the last one stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.mean()
+
+
+def three_layers() -> World:
+    return World(ThreeLayers().double(), ((torch.ones(2, 4, dtype=torch.float64),), {}), 1)
+
+
 def test_a_saved_value_is_written_and_read_before_its_reader() -> None:
-    graph = two_layers(1).graph(0)
+    graph = three_layers().graph(0)
+    after = lowered(graph, OffloadActivations(BLOCKS, "/nvme", least_bytes=1))
     assert_expected_inline(
-        changes(graph, lowered(graph, EVERYTHING)),
-        """""",
+        changes(graph, after),
+        """\
++ offload_default: [1] = offload(tanh, /nvme)
++ offload_default_1: [1] = offload(tanh_1, /nvme)
++ offloaded_default: [1] = offloaded(offload_default, tanh)
++ offloaded_default_1: [1] = offloaded(offload_default_1, tanh_1)
++ prefetch_default: [2,4] = prefetch(offloaded_default_1, /nvme, [2, 4], [4, 1], torch.float64, cpu)
++ prefetch_default_1: [2,4] = prefetch(offloaded_default, /nvme, [2, 4], [4, 1], torch.float64, cpu)
++ prefetched_default: [2,4] = prefetched(prefetch_default, offloaded_default_1)
+~ mm_3: [4,4] = mm(t_3, prefetched_default)
+~ tanh_backward_1: [2,4] = tanh_backward(mm_4, prefetched_default)
++ prefetched_default_1: [2,4] = prefetched(prefetch_default_1, offloaded_default)
+~ mm_5: [4,4] = mm(t_7, prefetched_default_1)
+~ tanh_backward_2: [2,4] = tanh_backward(mm_6, prefetched_default_1)""",
     )
+
+
+def test_values_of_a_gpu_go_to_its_host_and_come_back() -> None:
+    world = three_layers()
+    after = lowered(world.graph(0), OffloadActivations(BLOCKS, "", least_bytes=1))
+    with emulated_streams() as gpu:
+        assert_parity(world, [after])
+    assert gpu.copies == 4
+    assert not gpu.errors
 
 
 def test_transfers_stand_ahead_of_their_readers() -> None:

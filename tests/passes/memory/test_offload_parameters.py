@@ -18,15 +18,15 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_parameter_is_fetched_in_each_half() -> None:
     graph = two_layers(1).graph(0)
     assert_expected_inline(
-        changes(graph, lowered(graph, OffloadParameters())),
+        changes(graph, lowered(graph, OffloadParameters("/nvme"))),
         """\
-+ fetch_default: [3,4] = fetch(blocks.0.weight)
-+ fetch_default_1: [2,3] = fetch(blocks.1.weight)
++ fetch_default: [3,4] = fetch(blocks.0.weight, /nvme)
++ fetch_default_1: [2,3] = fetch(blocks.1.weight, /nvme)
 + fetched_default: [3,4] = fetched(fetch_default)
 ~ t: [4,3] = t(fetched_default)
 + fetched_default_1: [2,3] = fetched(fetch_default_1)
 ~ t_1: [3,2] = t(fetched_default_1)
-+ fetch_default_2: [2,3] = fetch(blocks.1.weight)
++ fetch_default_2: [2,3] = fetch(blocks.1.weight, /nvme)
 + fetched_default_2: [2,3] = fetched(fetch_default_2)
 + t_9: [3,2] = t(fetched_default_2)
 ~ t_4: [2,3] = t(t_9)""",
@@ -34,7 +34,7 @@ def test_a_parameter_is_fetched_in_each_half() -> None:
 
 
 def test_reads_begin_ahead_of_their_readers() -> None:
-    after = lowered(two_layers(1).graph(0), OffloadParameters())
+    after = lowered(two_layers(1).graph(0), OffloadParameters("/nvme"))
     assert_expected_inline(
         order(after, moves),
         """\
@@ -48,7 +48,7 @@ b fetched_default_2""",
 
 
 def test_stored_parameters_take_no_memory_but_their_copies() -> None:
-    before, after = gpt(), lowered(gpt(), OffloadParameters())
+    before, after = gpt(), lowered(gpt(), OffloadParameters("/nvme"))
     assert GraphProperty.PARAMETERS_OFFLOADED in after.properties
     kept = [
         sum(s.nbytes for s in memory_spans(g, Overhead()) if s.category == "parameters")

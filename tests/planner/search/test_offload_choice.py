@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,21 @@ def planned(seconds_per_byte: float, memory: int) -> autopar.Plan:
     )
 
 
+def planned_on_gpus(memory: int, offload: str = "auto", **fields: Any) -> autopar.Plan:
+    cluster = replace(Cluster.named("dgx-h100"), **fields)
+    with torch.device("meta"):
+        model, batch = Model(64, 3), tuple(torch.ones(1 << 14, 64) for _ in range(2))
+    return autopar.plan(
+        model,
+        8,
+        example_inputs=batch,
+        strategy=autopar.Strategy(zero=0, recompute="none", offload=offload),  # type: ignore[arg-type]
+        memory=memory,
+        precision="fp32",
+        cluster=cluster,
+    )
+
+
 def recomputed(plan: autopar.Plan) -> bool:
     return any(level != "none" for _, level in plan.recompute)
 
@@ -52,9 +68,35 @@ def test_the_faster_of_recomputation_and_storage() -> None:
     assert recomputed(slow)
     assert not slow.offload
     assert {event[1] for event in fast.prediction.events} == {"compute", "storage"}  # type: ignore[union-attr]
-    assert "blocks lie on storage" in fast.explain()
+    assert "blocks lie in /nvme" in fast.explain()
     assert "lie in /nvme" in str(fast)
     assert autopar.Plan.from_dict(fast.to_dict()).offload == fast.offload
+
+
+@pytest.mark.slow
+def test_gpus_offload_to_host_memory_as_far_as_there_is_any() -> None:
+    roomy = planned_on_gpus(80 << 30)
+    assert roomy.prediction is not None
+    assert not roomy.offload
+    assert not roomy.prediction.host_bytes
+    everything = planned_on_gpus(80 << 30, "activations+parameters").prediction
+    assert everything is not None
+    cap = (roomy.prediction.needed_bytes + everything.needed_bytes) // 2
+    plan = planned_on_gpus(cap)
+    assert plan.offload
+    assert plan.offload_dir == ""
+    assert plan.prediction is not None
+    locked = plan.prediction.host_bytes
+    assert 0 < locked <= everything.host_bytes
+    assert {"to host", "from host"} <= {event[1] for event in plan.prediction.events}
+    assert "blocks lie in host memory" in plan.explain()
+    assert "pins" in str(plan)
+    assert "host memory: modelled by 49.6 GB/s" in str(plan.notes)
+    again = autopar.Plan.from_dict(plan.to_dict())
+    assert again.prediction is not None
+    assert again.prediction.host_bytes == locked
+    with pytest.raises(autopar.OutOfMemoryError):
+        planned_on_gpus(cap, host_memory_bytes=8 * (locked // 4))
 
 
 def test_a_cluster_keeps_its_storage_and_older_documents_have_none(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
+from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError, Change, OutOfMemoryError
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
@@ -51,8 +52,12 @@ def answer_from_storage(problem: PlanningProblem) -> Plan:
     return plan_of(problem, memory, 1.0)
 
 
-def failure(memory: int, strategy: Strategy, make: MakePlan = answer) -> OutOfMemoryError:
-    problem = problem_of(MODELS["gpt"].make(), strategy, memory=memory)
+def failure(
+    memory: int, strategy: Strategy, make: MakePlan = answer, device: str = "cpu"
+) -> OutOfMemoryError:
+    problem = problem_of(
+        MODELS["gpt"].make(), strategy, memory=memory, cluster=Cluster.default(2, device)
+    )
     with pytest.raises(OutOfMemoryError) as error:
         plan_or_advise(problem, make)
     return error.value
@@ -103,6 +108,14 @@ def test_storage_is_proposed_for_parameters_and_states(memory: int, hows: list[s
     changes = failure(memory, replace(WHOLE, recompute="full"), answer_from_storage).changes
     assert [change.how for change in changes if "FOLDER" in change.how] == hows
     assert "states of the optimizer on storage (600 B)" in str([each.what for each in changes])
+
+
+def test_gpus_have_host_memory_for_them() -> None:
+    changes = failure(1100, replace(WHOLE, recompute="full"), answer_from_storage, "cuda").changes
+    hows = [change.how for change in changes]
+    assert hows[0] == "Strategy(offload='auto')"
+    assert STATES.replace("folder='FOLDER', ", "") in hows
+    assert "parameters in host memory" in changes[0].what
 
 
 def test_the_cap_of_a_device_is_that_of_the_failure() -> None:

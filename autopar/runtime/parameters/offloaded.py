@@ -1,4 +1,4 @@
-"""Parameters whose memory is a file on storage; see `autopar.operators.parameters`."""
+"""Parameters whose memory is a lower level; see `autopar.operators.parameters`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from autopar.runtime.parameters.distribute import is_remote
 
 
 def store_parameters(parameters: Iterable[nn.Parameter], plan: PlanSpec | None) -> None:
-    """Moves this rank's parts of parameters that have values to storage, if the plan wants it.
+    """Moves this rank's parts of parameters that have values there, if the plan wants it.
 
     Raises:
-        OffloadError: the disk is full, or the folder cannot be written.
-        StrategyError: parameters are on a GPU.
+        OffloadError: the disk is full, the folder cannot be written, or the host lacks memory.
+        StrategyError: parameters are on a GPU, and the plan has a folder.
     """
     if plan is None or not plan.offload_parameters:
         return
@@ -30,10 +30,10 @@ def store_parameters(parameters: Iterable[nn.Parameter], plan: PlanSpec | None) 
     for parameter in parameters:
         if is_remote(parameter):
             continue
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and plan.offload_dir:
             raise StrategyError(
-                f"parameters on {parameter.device} cannot be offloaded, only those on a CPU: give "
-                "Strategy(offload='activations') or none"
+                f"parameters on {parameter.device} cannot go to {plan.offload_dir}, only to host "
+                "memory: plan without offload_dir"
             )
         store(local_tensor(parameter), plan.offload_dir)
 

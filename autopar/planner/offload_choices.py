@@ -1,4 +1,4 @@
-"""`on_storage`: configurations that fit with activations or parameters on storage."""
+"""`offloaded`: configurations that fit with activations or parameters on a lower level."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ class ConfigSearch(Protocol):
     def fewest_blocks(self, with_blocks: Callable[[int], CandidateConfig]) -> Candidate: ...
 
 
-def on_storage(
+def offloaded(
     search: ConfigSearch, config: CandidateConfig, known: Candidate | None
 ) -> Iterator[Candidate | None]:
-    """Candidates with activations on storage, then with parameters there, which CPUs alone can.
+    """Candidates with activations on the lower level, then with parameters there.
 
     Parameters move only if that may be faster than `known` and all other candidates that fit:
-    a step with parameters on storage gets no shorter by whatever else it does.
+    a step with parameters there gets no shorter by whatever else it does. Those of GPUs move to
+    host memory, and so not beside activations in a folder.
     """
-    kept = [known, *_activations_on_storage(search, config)]
+    kept = [known, *_activations_offloaded(search, config)]
     yield from kept
-    if search.setup.cluster.device != "cpu":
+    setup = search.setup
+    if setup.cluster.on_gpus and setup.base.offload_dir:
         return
     best = search.best(kept)
     moved = replace(config, offload_parameters=True)
@@ -50,10 +52,10 @@ def on_storage(
         yield least
         return
     yield search.raised_levels(moved)
-    yield from _activations_on_storage(search, moved)
+    yield from _activations_offloaded(search, moved)
 
 
-def _activations_on_storage(
+def _activations_offloaded(
     search: ConfigSearch, config: CandidateConfig
 ) -> Iterator[Candidate | None]:
     """Candidates of each level of recomputation that fit with the fewest blocks offloaded.

@@ -1,0 +1,175 @@
+"""`HostCopies`: copies between a GPU and pinned memory of its host, beside compute.
+
+Copies each way follow one another on a stream of their own. They begin once compute has done all
+that it was given before them, and compute goes on until it waits for their event. Pinned
+memory is kept for later copies of its size, so that a step takes no more of it than the one before.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.common.block_storage import round_up
+from autopar.errors import OffloadError
+from autopar.formatting import human_bytes
+
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
+
+
+@dataclass(eq=False)
+class HostBlock:
+    """Pinned memory.
+
+    Attributes:
+        memory: its bytes, from a page's start.
+        copied: end of the last copy from or to it; None before the first.
+    """
+
+    memory: Tensor
+    copied: torch.cuda.Event | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of its bytes."""
+        return self.memory.numel()
+
+
+class HostCopies:
+    """Copies of one GPU.
+
+    Attributes:
+        pinned_bytes: bytes that were pinned so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned_bytes = 0
+        self._device = device
+        self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free: dict[int, list[HostBlock]] = {}
+
+    def take(self, nbytes: int) -> HostBlock:
+        """A block of at least `nbytes` bytes, one that was given back if it has that size.
+
+        Raises:
+            OffloadError: the system refuses so much pinned memory.
+        """
+        size = round_up(nbytes)
+        if known := self._free.get(size):
+            return known.pop()
+        try:
+            block = HostBlock(pinned_memory(size, self._device))
+        except RuntimeError as error:
+            raise OffloadError(
+                f"{human_bytes(size)} of host memory cannot be pinned beside "
+                f"{human_bytes(self.pinned_bytes)} that is ({error}): offload less, or give "
+                "Strategy(offload_dir=...) to use storage"
+            ) from error
+        self.pinned_bytes += size
+        return block
+
+    def give_back(self, block: HostBlock) -> None:
+        """Lets another use of a block follow, after its last copy."""
+        self._free.setdefault(block.size, []).append(block)
+
+    def to_host(self, block: HostBlock, source: Tensor) -> torch.cuda.Event:
+        """Begins to copy bytes of the GPU to the start of a block; returns the end."""
+        return self._copy(self._outward, block.memory[: source.numel()], source, block)
+
+    def from_host(self, target: Tensor, block: HostBlock) -> torch.cuda.Event:
+        """Begins to copy the start of a block to bytes of the GPU; returns the end."""
+        return self._copy(self._inward, target, block.memory[: target.numel()], block)
+
+    def wait(self, copied: torch.cuda.Event) -> None:
+        """Lets compute that follows wait for the end of a copy."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, block: HostBlock
+    ) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if block.copied is not None:  # of the other stream, or of an earlier value
+            stream.wait_event(block.copied)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        block.copied = torch.cuda.Event()
+        block.copied.record(stream)
+        return block.copied
+
+
+class UnpinnedCopies(HostCopies):
+    """Copies within the memory of a CPU, at once, where a plan for GPUs is made without one."""
+
+    def __init__(self) -> None:
+        self.pinned_bytes = 0
+        self._outward = self._inward = None  # type: ignore[assignment]
+
+    def take(self, nbytes: int) -> HostBlock:
+        """A new block."""
+        pages = mmap.mmap(-1, round_up(nbytes))
+        return HostBlock(torch.frombuffer(pages, dtype=torch.uint8))
+
+    def wait(self, copied: object) -> None:
+        """Nothing is left to wait for."""
+
+    def _copy(self, stream: object, target: Tensor, source: Tensor, block: HostBlock) -> Any:
+        target.copy_(source)
+
+
+def copies_of(device: torch.device) -> HostCopies | None:
+    """The copies of this process for a GPU; None for a CPU."""
+    return _copies(device) if device.type == "cuda" else None
+
+
+@cache
+def _copies(device: torch.device) -> HostCopies:
+    return HostCopies(device)
+
+
+def pinned_memory(size: int, device: torch.device) -> Tensor:
+    """New pinned memory of `size` bytes, which a GPU can address, too.
+
+    torch's own is as large as the next power of two.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    flags = _PORTABLE | _MAPPED
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, flags)
+    torch.cuda.check_error(error)
+    return memory
+
+
+class _Addressed:
+    """Pinned memory by the CUDA Array Interface, version 3."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def on_device(memory: Tensor, device: torch.device) -> tuple[Tensor, object]:
+    """Pinned memory as a tensor of the GPU, whose kernels reach it over the link.
+
+    Also returns an object that lives as long as a tensor has this memory.
+
+    Raises:
+        OffloadError: the GPU does not address the memory of its host.
+    """
+    owner = _Addressed(memory)
+    seen = torch.as_tensor(owner, device=device)
+    if seen.data_ptr() != memory.data_ptr():  # a copy
+        raise OffloadError(
+            f"{device} does not address pinned memory of its host: give "
+            "Strategy(offload='activations') instead of parameters"
+        )
+    return seen, owner
