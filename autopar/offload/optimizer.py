@@ -39,7 +39,7 @@ class OffloadedOptimizer(Optimizer):
         kind: class of an optimizer that treats parameters one by one.
         params: parameters, or groups of them.
         folder: folder on the storage; the file has no name and vanishes with its process. None
-            for pinned host memory, which spares memory of GPUs only.
+            for pinned memory of the host, under GPUs.
         block_bytes: bytes of parameters to step at once, or a text such as "64MiB". A block that
             holds the largest parameter, and some small ones, may be larger.
         master_dtype: dtype of copies of the parameters on storage that are stepped in their place,

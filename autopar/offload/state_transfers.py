@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from autopar.common.block_storage import BUFFERS, BlockStorage, Extent
-from autopar.operators.host_copies import HostBlock, HostCopies, UnpinnedCopies, copies_of
+from autopar.errors import StrategyError
+from autopar.operators.host_copies import HostBlock, HostCopies, copies_of
 
 Place = Extent | HostBlock
 
@@ -36,12 +37,20 @@ class StateTransfers(ABC):
 
         Raises:
             OffloadError: the folder does not exist or cannot be written.
+            StrategyError: CPUs have no memory below their own.
         """
         copies = copies_of(device)
+        if folder is None and copies is None:
+            raise StrategyError(
+                "OffloadedOptimizer without a folder keeps states in the host memory of GPUs, and "
+                f"the parameters are on {device}: give folder=..."
+            )
+        if copies is None:
+            assert folder is not None
+            return ToFile(BlockStorage(folder, checked))
         if folder is None:
-            return ToHost(copies or UnpinnedCopies(), device)
-        storage = BlockStorage(folder, checked)
-        return ToFile(storage) if copies is None else ThroughHost(storage, copies, device)
+            return ToHost(copies, device)
+        return ThroughHost(BlockStorage(folder, checked), copies, device)
 
     @abstractmethod
     def begin_read(self, place: Any) -> Callable[[], Tensor]:

@@ -8,6 +8,9 @@ memory is kept for later copies of its size, so that a step takes no more of it 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -103,7 +106,7 @@ class HostCopies:
 
 
 class UnpinnedCopies(HostCopies):
-    """Copies within the memory of a CPU, at once, where a plan for GPUs is made without one."""
+    """Copies within the memory of a CPU, at once."""
 
     def __init__(self) -> None:
         self.pinned_bytes = 0
@@ -121,9 +124,22 @@ class UnpinnedCopies(HostCopies):
         target.copy_(source)
 
 
+_absent = ContextVar("absent", default=False)
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Lets the CPU stand in for a GPU that is not here, with `UnpinnedCopies`."""
+    token = _absent.set(True)
+    yield
+    _absent.reset(token)
+
+
 def copies_of(device: torch.device) -> HostCopies | None:
     """The copies of this process for a GPU; None for a CPU."""
-    return _copies(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return _copies(device)
+    return UnpinnedCopies() if _absent.get() else None
 
 
 @cache

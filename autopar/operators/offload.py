@@ -45,9 +45,6 @@ offloaded = torch.ops.autopar.offloaded.default
 prefetch = torch.ops.autopar.prefetch.default
 prefetched = torch.ops.autopar.prefetched.default
 
-Layout = tuple[list[int], list[int], torch.dtype, torch.device]
-"""Size, stride, dtype and device of a value."""
-
 
 @cache
 def storage_in(folder: str) -> BlockStorage:
@@ -81,7 +78,7 @@ class _Stored(Protocol):
         """Waits until the value's memory may go."""
 
     def begin_read(self, *layout: Any) -> Tensor:
-        """Begins to read into new memory of a `Layout`."""
+        """Begins to read into new memory of this size, stride, dtype and device."""
 
     def finish_read(self, buffer: Tensor) -> None:
         """Waits until the memory holds the value."""

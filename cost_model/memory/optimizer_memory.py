@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.common.block_storage import BUFFERS, split_blocks
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
 from autopar.ir.graph import tensor_bytes
+from autopar.operators.host_copies import standing_in
 
 _SIDE = 64
 _TRIAL_NUMEL = 1 << 18  # blocks of 1 MiB are not rounded up on a GPU
@@ -59,6 +61,11 @@ class OptimizerMemory:
         Without a GPU here, foreach runs on the CPU instead. An optimizer that refuses the CPU is
         stepped on the GPU.
         """
+        with _stand_in(device):
+            return cls._measured(optimizer, device, dtype)
+
+    @classmethod
+    def _measured(cls, optimizer: Optimizer, device: str, dtype: torch.dtype) -> OptimizerMemory:
         present = device == "cpu" or torch.cuda.is_available()
         foreach = not present
         first, there = _trial_somewhere(optimizer, device, dtype=dtype, foreach=foreach)
@@ -77,8 +84,12 @@ class OptimizerMemory:
             peaks = [track_allocations(trial.step, there).peak for trial in trials]
         except RuntimeError:
             return untracked
-        # Rounding drops the bytes of single numbers.
-        one, two, three = (round(peak / parameter_bytes, 2) for peak in peaks)
+        # `buffers` counts blocks of offloaded states, which a GPU's allocator holds. Rounding drops
+        # the bytes of single numbers.
+        held = untracked.stored if device == "cuda" else 0.0
+        one, two, three = (
+            round(peak / parameter_bytes - held * count, 2) for count, peak in enumerate(peaks, 1)
+        )
         every = three - two
         source = f"measured {date.today()} on {there}" if present else "modelled by foreach"
         return replace(
@@ -119,7 +130,8 @@ def optimizer_state_ratio(
     Single numbers, such as the count of steps, are left out. The optimizer is a factory from
     parameters, or one to imitate. It is stepped on the device, "cpu" or "cuda", or on the other.
     """
-    trial, there = _trial_somewhere(optimizer, device, numel=_SIDE * _SIDE, dtype=dtype)
+    with _stand_in(device):
+        trial, there = _trial_somewhere(optimizer, device, numel=_SIDE * _SIDE, dtype=dtype)
     parameter_bytes = tensor_bytes(trial.parameters[0])
     return sum(map(tensor_bytes, trial.state(there)[0])) / parameter_bytes
 
@@ -153,6 +165,12 @@ class _Trial:
         tensors = {storage_key(t): t for t in leaves if isinstance(t, torch.Tensor)}
         state = [t for at, t in tensors.items() if at not in known and t.device.type == device]
         return [t for t in state if t.numel() > 1], [t for t in state if t.numel() == 1]
+
+
+def _stand_in(device: str) -> AbstractContextManager[None]:
+    """Lets the CPU stand in for a GPU that is not here."""
+    absent = device == "cuda" and not torch.cuda.is_available()
+    return standing_in() if absent else nullcontext()
 
 
 def _devices(device: str) -> list[str]:

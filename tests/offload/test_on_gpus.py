@@ -1,11 +1,14 @@
 """Offload to host memory on emulated streams has the plain model's numbers."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import autopar
+from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from benchmarks.offload import exactness
 from tests.harness.emulated_streams import emulated_streams
 
@@ -47,6 +50,23 @@ def test_states_in_host_memory_and_through_it(tmp_path: Any) -> None:
         assert gpu.copies
         assert not gpu.errors
         torch.testing.assert_close((values, found["state"]), (want, state["state"]), rtol=0, atol=0)
+
+
+def test_cpus_have_no_host_memory_for_states() -> None:
+    optimizer = autopar.OffloadedOptimizer(torch.optim.AdamW, [torch.nn.Parameter(torch.ones(4))])
+    with pytest.raises(autopar.StrategyError, match=r"parameters are on cpu: give folder="):
+        optimizer.step()
+
+
+def test_a_plan_for_gpus_counts_blocks_of_states(tmp_path: Any) -> None:
+    options = {"block_bytes": 1 << 20, "foreach": True}
+    make = partial(autopar.OffloadedOptimizer, torch.optim.AdamW, **options)
+    memory = OptimizerMemory.measure(make, "cuda")
+    assert (memory.state, memory.stored, memory.block_bytes) == ((), 2.0, 1 << 20)
+    in_files = OptimizerMemory.measure(partial(make, folder=tmp_path), "cpu")
+    assert replace(memory, provenance="") == replace(in_files, provenance="")
+    with pytest.raises(autopar.StrategyError, match="without a folder"):
+        OptimizerMemory.measure(make, "cpu")
 
 
 def test_a_folder_for_parameters_of_gpus_is_an_error() -> None:
