@@ -37,12 +37,17 @@ def away(folder: Any, zero: int = 0, **options: Any) -> autopar.Strategy:
     return fixed(zero, offload="activations", offload_dir=str(folder), **options)
 
 
-def trained(name: str, strategy: autopar.Strategy) -> tuple[list[float], Any]:
+def trained(
+    name: str, strategy: autopar.Strategy, backend: str = "eager"
+) -> tuple[list[float], Any]:
     case = MODELS[name]
     given = list(batches(case, range(STEPS), ROWS))
     with SMALL, memoized_capture(CAPTURES):
         model = autopar.compile(
-            case.make().double(), strategy=strategy, example_inputs=_bound(case, given[0])
+            case.make().double(),
+            strategy=strategy,
+            example_inputs=_bound(case, given[0]),
+            backend=backend,
         )
         losses = train_steps(model, ADAMW(model.parameters()), case, given)
     return losses, model
@@ -85,6 +90,11 @@ def test_the_plain_models_numbers(name: str, tmp_path: Path) -> None:
 def test_bit_for_bit_on_one_rank(name: str, tmp_path: Path) -> None:
     assert_same_bits(partial(trained, name), fixed(0), away(tmp_path))
     assert not list(tmp_path.iterdir()), "the file has no name"
+
+
+def test_transfers_stay_outside_of_compiled_code(tmp_path: Path) -> None:
+    train = partial(trained, "gpt", backend="inductor")
+    assert_same_bits(train, fixed(0), away(tmp_path))
 
 
 def test_a_backward_may_run_twice_and_room_is_used_again(tmp_path: Path) -> None:
