@@ -131,8 +131,10 @@ _absent = ContextVar("absent", default=False)
 def standing_in() -> Iterator[None]:
     """Lets the CPU stand in for a GPU that is not here, with `UnpinnedCopies`."""
     token = _absent.set(True)
-    yield
-    _absent.reset(token)
+    try:
+        yield
+    finally:
+        _absent.reset(token)
 
 
 def copies_of(device: torch.device) -> HostCopies | None:

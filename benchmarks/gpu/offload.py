@@ -185,8 +185,10 @@ def small(setting: Setting) -> Iterator[None]:
     """Lets small parameters of a dry run leave."""
     before = parameters.LEAST_BYTES
     parameters.LEAST_BYTES = 1 if setting.dry else before
-    yield
-    parameters.LEAST_BYTES = before
+    try:
+        yield
+    finally:
+        parameters.LEAST_BYTES = before
 
 
 def limited(setting: Setting) -> None:

@@ -70,8 +70,10 @@ class EmulatedStreams(TorchDispatchMode):
     @contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -65,6 +65,8 @@ def test_a_plan_for_gpus_counts_blocks_of_states(tmp_path: Any) -> None:
     assert (memory.state, memory.stored, memory.block_bytes) == ((), 2.0, 1 << 20)
     in_files = OptimizerMemory.measure(partial(make, folder=tmp_path), "cpu")
     assert replace(memory, provenance="") == replace(in_files, provenance="")
+    with pytest.raises(autopar.StrategyError):
+        OptimizerMemory.measure(partial(make, no_such="option"), "cuda")
     with pytest.raises(autopar.StrategyError, match="without a folder"):
         OptimizerMemory.measure(make, "cpu")
 
