@@ -114,10 +114,9 @@ class ToFile(StateTransfers):
 
     def _memory(self, size: int) -> Tensor:
         self.finish(BUFFERS - 2)
-        for memory in self._free:
+        for index, memory in enumerate(self._free):
             if memory.numel() >= size:
-                self._free.remove(memory)
-                return memory
+                return self._free.pop(index)
         self._free.clear()
         pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=torch.uint8)

@@ -61,11 +61,8 @@ class EmulatedStreams(TorchDispatchMode):
         self.compute = Stream(self, COMPUTE)
         self.current = self.compute
 
-    def new_stream(self, device: Any = None) -> "Stream":
-        return Stream(self, next(self._numbers))
-
-    def new_event(self) -> "Event":
-        return Event(self, next(self._numbers))
+    def next_number(self) -> int:
+        return next(self._numbers)
 
     @contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
@@ -130,7 +127,7 @@ class Stream:
             self.queue.append(event)
 
     def wait_stream(self, other: "Stream") -> None:
-        event = self.gpu.new_event()
+        event = Event(self.gpu, self.gpu.next_number())
         event.record(other)
         self.wait_event(event)
 
@@ -181,9 +178,18 @@ class Copy:
 def emulated_streams() -> Iterator[EmulatedStreams]:
     """Lets the CPU be a GPU whose host is the same CPU."""
     gpu = EmulatedStreams()
+
+    class OwnStream(Stream):  # classes, as imports may use them in annotations
+        def __init__(self, device: Any = None) -> None:
+            super().__init__(gpu, gpu.next_number())
+
+    class OwnEvent(Event):
+        def __init__(self) -> None:
+            super().__init__(gpu, gpu.next_number())
+
     cuda = {
-        "Stream": gpu.new_stream,
-        "Event": gpu.new_event,
+        "Stream": OwnStream,
+        "Event": OwnEvent,
         "current_stream": lambda device=None: gpu.current,
         "stream": gpu.on,
     }

@@ -31,7 +31,7 @@ def test_the_plain_models_numbers(case: tuple[str, str, str]) -> None:
 
 def states_of(folder: Any) -> tuple[torch.Tensor, Any]:
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(64, 32)) for _ in range(6)]
+    parameters = [torch.nn.Parameter(torch.randn(64, 32 + 40 * (n % 3))) for n in range(6)]
     optimizer = autopar.OffloadedOptimizer(
         torch.optim.AdamW, parameters, folder=folder, block_bytes=64 * 32 * 4, lr=1e-2
     )
@@ -39,7 +39,7 @@ def states_of(folder: Any) -> tuple[torch.Tensor, Any]:
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    return torch.stack([p.detach() for p in parameters]), optimizer.state_dict()
+    return torch.cat([p.detach().flatten() for p in parameters]), optimizer.state_dict()
 
 
 def test_states_in_host_memory_and_through_it(tmp_path: Any) -> None:
