@@ -153,17 +153,13 @@ class OffloadedOptimizer(Optimizer):
 
     def _split_groups(self) -> None:
         """Makes blocks of the parameters of new groups."""
+        new = self.param_groups[self._num_split :]
+        parts = [[p for p in group["params"] if not is_remote(p)] for group in new]
         if self._transfers is None:
-            devices = (
-                local_part(p).device
-                for g in self.param_groups
-                for p in g["params"]
-                if not is_remote(p)
-            )
+            devices = (local_part(p).device for own in parts for p in own)
             device = next(devices, torch.device("cpu"))
             self._transfers = StateTransfers.between(device, self._folder, self._checked)
-        for group in self.param_groups[self._num_split :]:
-            own = [p for p in group["params"] if not is_remote(p)]
+        for group, own in zip(new, parts, strict=True):
             for block in split_blocks([local_part(p).nbytes for p in own], self.block_bytes):
                 parameters = [own[index] for index in block]
                 self._blocks.append((group, StateBlock(parameters, self._master_dtype)))

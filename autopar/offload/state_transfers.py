@@ -162,14 +162,13 @@ class ThroughHost(FromGpu):
 
     def begin_read(self, place: Extent) -> Callable[[], Tensor]:
         block = self._copies.take(place.size)
-        after = None if block.copied is None else block.copied.synchronize
-        reading = self._storage.read(place, block.memory.numpy().data, after)
+        reading = self._storage.read(place, block.buffer, after=block.synchronize)
         return partial(self._read, block, reading)
 
     def begin_write(self, place: Extent, memory: Tensor) -> None:
         block = self._copies.take(place.size)
-        copied = self._copies.to_host(block, memory[: place.size])
-        writing = self._storage.write(place, block.memory.numpy().data, copied.synchronize)
+        self._copies.to_host(block, memory[: place.size])
+        writing = self._storage.write(place, block.buffer, after=block.synchronize)
         self._leaving.append(partial(self._written, block, writing, memory))
 
     def _read(self, block: HostBlock, reading: Future[None]) -> Tensor:

@@ -42,6 +42,16 @@ class HostBlock:
         """Number of its bytes."""
         return self.memory.numel()
 
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes, for reads and writes of files."""
+        return self.memory.numpy().data
+
+    def synchronize(self) -> None:
+        """Lets the host wait for the last copy."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
 
 class HostCopies:
     """Copies of one GPU.

@@ -185,8 +185,7 @@ class _ThroughHost:
         storage = storage_in(folder)
         extent = storage.allocate(data.numel())
         host = _OnHost.of(copies, data)
-        assert host.block.copied is not None
-        storage.write(extent, host.block.memory.numpy().data, after=host.block.copied.synchronize)
+        storage.write(extent, host.block.buffer, after=host.block.synchronize)
         return _ThroughHost(copies, storage, extent, host)
 
     def finish_write(self) -> None:
@@ -197,9 +196,8 @@ class _ThroughHost:
 
     def begin_read(self, *layout: Any) -> Tensor:
         block = self.copies.take(self.extent.size)
-        after = None if block.copied is None else block.copied.synchronize
         self.host = _OnHost(self.copies, block, None)
-        self.reading = self.storage.read(self.extent, block.memory.numpy().data, after=after)
+        self.reading = self.storage.read(self.extent, block.buffer, after=block.synchronize)
         return _empty(*layout)
 
     def finish_read(self, buffer: Tensor) -> None:

@@ -134,7 +134,7 @@ def _in_file(content: Tensor, folder: str) -> tuple[_Home, Tensor, object]:
 def _on_host(content: Tensor, copies: HostCopies) -> tuple[_Home, Tensor, object]:
     """As `_in_file`, in pinned memory."""
     block = copies.take(content.numel())
-    block.memory[: content.numel()].copy_(content)
+    copies.wait(copies.to_host(block, content))
     memory, owner = on_device(block.memory, content.device)
     return _OnHost(copies, block), memory, owner
 

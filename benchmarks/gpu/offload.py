@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,31 +17,29 @@ import autopar
 from autopar._torch import FakeTensor, TorchDispatchMode
 from autopar.operators import host_copies, parameters
 from benchmarks.gpu.setting import MIB, Setting
+from benchmarks.offload.models import Contents
 from tests.harness.emulated_streams import KERNELS, emulated_streams
 
 STEPS = 5
 WHOLE = 3 / 4  # of the peak in memory, as the limit under which offload trains
 AdamW = partial(torch.optim.AdamW, lr=1e-3)
-Make = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What leaves the GPU: the value of `Strategy.offload`, and states of the optimizer."""
-
-    strategy: str = "none"
-    states: bool = False
-    to_files: bool = False
+class Measured:
+    losses: list[float]
+    step_ms: float  # of a further step
+    memory: dict[str, float]  # peaks in MiB
 
 
+IN_MEMORY, EVERYTHING = Contents(), Contents("activations+parameters", states=True)
 CONTENTS: Mapping[str, Contents] = {
     "activations": Contents("activations"),
-    "activations to files": Contents("activations", to_files=True),
     "states": Contents(states=True),
-    "states to files": Contents(states=True, to_files=True),
     "parameters": Contents("parameters"),
-    "all": Contents("activations+parameters", states=True),
+    "all": EVERYTHING,
 }
+TO_FILES = ("activations", "states")
 
 
 def run(setting: Setting) -> None:
@@ -48,21 +47,25 @@ def run(setting: Setting) -> None:
     with streams(setting):
         with setting.case("copies"):
             copies(setting)
-        with tempfile.TemporaryDirectory() as folder:
+        with setting.case("in memory"), tempfile.TemporaryDirectory() as folder:
+            base = measured(setting, IN_MEMORY, None)
             for name, contents in CONTENTS.items():
                 with setting.case(name):
-                    compare(setting, name, contents, folder)
-        with setting.case("limited"):
-            limited(setting)
+                    compare(setting, name, base, measured(setting, contents, None))
+            for name in TO_FILES:
+                with setting.case(f"{name} to files"):
+                    found = measured(setting, CONTENTS[name], folder)
+                    compare(setting, f"{name} to files", base, found)
+            with setting.case("limited"):
+                limited(setting, base)
 
 
 def order(setting: Setting) -> None:
     """Steps under torch's CUDA sanitizer, which raises where no event orders two accesses."""
     with streams(setting), VisibleCopies():
-        for name in ("activations", "parameters", "states", "all"):
+        for name, contents in CONTENTS.items():
             with setting.case(name):
-                model, make = built(setting, CONTENTS[name], None)
-                losses = train(setting, model, make)
+                losses = train(setting, *built(setting, contents, None))
                 setting.row(name, f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
@@ -77,11 +80,11 @@ class VisibleCopies(TorchDispatchMode):
 
 @contextlib.contextmanager
 def streams(setting: Setting) -> Iterator[None]:
-    """Streams of the GPU, emulated in a dry run."""
+    """Streams of the GPU, emulated in a dry run, where small parameters leave, too."""
     if not setting.dry:
         yield
         return
-    with emulated_streams() as gpu:
+    with emulated_streams() as gpu, mock.patch.object(parameters, "LEAST_BYTES", 1):
         yield
     if gpu.errors:
         setting.row("order", gpu.errors[0], ok=False)
@@ -112,8 +115,10 @@ def copies(setting: Setting) -> None:
         setting.row(name, f"{rate:.1f} GB/s", device_ms=milliseconds)
 
 
-def built(setting: Setting, contents: Contents, folder: str | None) -> tuple[nn.Module, Make]:
-    """The compiled GPT, and the maker of its optimizer."""
+def built(
+    setting: Setting, contents: Contents, folder: str | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The compiled GPT and its optimizer."""
     strategy = autopar.Strategy(
         zero=0, recompute="none", offload=contents.strategy, offload_dir=folder
     )
@@ -128,13 +133,14 @@ def built(setting: Setting, contents: Contents, folder: str | None) -> tuple[nn.
         fallback=False,
     )
     stored = partial(autopar.OffloadedOptimizer, AdamW.func, folder=folder, **AdamW.keywords)
-    return compiled, stored if contents.states else AdamW
+    make = stored if contents.states else AdamW
+    return compiled, make(compiled.parameters())
 
 
-def train(setting: Setting, model: nn.Module, make: Make, steps: int = STEPS) -> list[float]:
+def train(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """The loss of every step."""
-    optimizer, losses = make(model.parameters()), []
-    for step in range(steps):
+    losses = []
+    for step in range(STEPS):
         loss = model(*setting.tokens(seed=step % 4))
         loss.backward()
         optimizer.step()
@@ -143,73 +149,53 @@ def train(setting: Setting, model: nn.Module, make: Make, steps: int = STEPS) ->
     return [float(loss) for loss in losses]
 
 
-def compare(setting: Setting, name: str, contents: Contents, folder: str) -> None:
-    """Trains in memory and offloaded; losses are equal bit for bit."""
-    want, in_memory_ms, _ = measured(setting, Contents(), None)
-    losses, milliseconds, memory = measured(
-        setting, contents, folder if contents.to_files else None
-    )
+def compare(setting: Setting, name: str, base: Measured, found: Measured) -> None:
+    """Writes a row beside the step in memory; losses are equal bit for bit."""
+    losses = found.losses
     own = host_copies.copies_of(setting.device)
     assert own is not None
     setting.row(
         name,
         f"{STEPS} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}; "
         f"{own.pinned_bytes / MIB:.0f} MiB pinned by now",
-        ok=losses == want,
-        device_ms=milliseconds,
-        ratio=milliseconds / in_memory_ms,
-        **memory,
+        ok=losses == base.losses,
+        device_ms=found.step_ms,
+        ratio=found.step_ms / base.step_ms,
+        **found.memory,
     )
 
 
-def measured(
-    setting: Setting, contents: Contents, folder: str | None
-) -> tuple[list[float], float, dict[str, float]]:
-    """Losses, milliseconds of a further step, and peaks of memory."""
-    with small(setting):
-        model, make = built(setting, contents, folder)
-        setting.reset_memory()
-        losses, optimizer = train(setting, model, make), make(model.parameters())
-        batch = setting.tokens()
+def measured(setting: Setting, contents: Contents, folder: str | None) -> Measured:
+    """Trains, and times further steps."""
+    model, optimizer = built(setting, contents, folder)
+    setting.reset_memory()
+    losses, batch = train(setting, model, optimizer), setting.tokens()
 
-        def step() -> None:
-            model(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        return losses, setting.timed(step, runs=3 if setting.dry else 10)[1], setting.memory()
+    _, milliseconds = setting.timed(step, runs=3 if setting.dry else 10)
+    return Measured(losses, milliseconds, setting.memory())
 
 
-@contextlib.contextmanager
-def small(setting: Setting) -> Iterator[None]:
-    """Lets small parameters of a dry run leave."""
-    before = parameters.LEAST_BYTES
-    parameters.LEAST_BYTES = 1 if setting.dry else before
-    try:
-        yield
-    finally:
-        parameters.LEAST_BYTES = before
-
-
-def limited(setting: Setting) -> None:
+def limited(setting: Setting, base: Measured) -> None:
     """All offloaded trains under a limit where the plain model runs out of memory."""
-    plain, peak = [], 0.0
+    plain, limit = list[float](), WHOLE * base.memory["reserved_mib"] * MIB
     if not setting.dry:
-        peak = measured(setting, Contents(), None)[2]["reserved_mib"] * MIB
         total = torch.cuda.get_device_properties(setting.device).total_memory
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(WHOLE * peak / total)
+        torch.cuda.set_per_process_memory_fraction(limit / total)
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            plain = measured(setting, Contents(), None)[0]
+            plain = measured(setting, IN_MEMORY, None).losses
         torch.cuda.empty_cache()
-    losses, _, memory = measured(setting, CONTENTS["all"], None)
-    died = "trained, too" if plain else "did not train"
+    found = measured(setting, EVERYTHING, None)
+    losses, died = found.losses, "trained, too" if plain else "did not train"
     setting.row(
         "limited",
-        f"under {WHOLE * peak / MIB:.0f} MiB: loss {losses[0]:.3f} to {losses[-1]:.3f}; "
+        f"under {limit / MIB:.0f} MiB: loss {losses[0]:.3f} to {losses[-1]:.3f}; "
         f"in memory it {died}",
         ok=losses[-1] < losses[0] and not plain,
-        **memory,
+        **found.memory,
     )
-    if not setting.dry:
-        torch.cuda.set_per_process_memory_fraction(1.0)

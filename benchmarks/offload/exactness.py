@@ -26,6 +26,7 @@ from autopar.passes import pipeline
 from autopar.passes.memory.offload_activations import OffloadActivations
 from benchmarks.exactness import CASES
 from benchmarks.memoize import memoized_capture
+from benchmarks.offload.models import Contents
 from benchmarks.report import about, save
 from tests.harness.emulated_streams import emulated_streams
 from tests.harness.models import MODELS, Case
@@ -42,14 +43,6 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2, "micro_batches": 2},
 }
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Contents of the lower level: the value of `Strategy.offload`, and the optimizer's states."""
-
-    strategy: str = "none"
-    states: bool = False
 
 
 CONTENTS = {

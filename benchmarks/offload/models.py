@@ -1,9 +1,19 @@
-"""A model of equal blocks, of any size."""
+"""A model of equal blocks, of any size, and what of it is offloaded."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of the lower level: the value of `Strategy.offload`, and the optimizer's states."""
+
+    strategy: str = "none"
+    states: bool = False
 
 
 class Block(nn.Module):

@@ -185,8 +185,8 @@ class Cluster:
 
     @cached_property
     def _transfer_times(self) -> Mapping[str, Storage]:
-        link, on_gpu = host_link(self.device, self.figures), self.device != "cpu"
-        return transfer_times(self.storage, self.host, link, on_gpu=on_gpu)
+        link = host_link(self.device, self.figures)
+        return transfer_times(self.storage, self.host, link, on_gpu=self.on_gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
