@@ -3,7 +3,7 @@
 | operator | |
 |---|---|
 | `offload(value, folder)` | begins to write; returns a ticket, a tensor of one number |
-| `offloaded(ticket, value)` | waits until the value is written and its memory may go |
+| `offloaded(ticket, value)` | waits until the value may go; returns a new ticket |
 | `prefetch(ticket, folder, size, stride, dtype, device)` | begins to read into new memory |
 | `prefetched(buffer, ticket)` | waits until the memory holds the value |
 
@@ -15,8 +15,6 @@ those for a file.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +28,7 @@ from autopar.common.block_storage import PAGE, BlockStorage, Extent
 from autopar.common.heap import LARGE, use_huge_pages
 from autopar.errors import OffloadError
 from autopar.operators.host_copies import HostBlock, HostCopies, copies_of
+from autopar.operators.numbers import Numbered
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("offload(Tensor value, str folder) -> Tensor")
@@ -220,8 +219,7 @@ class _ThroughHost:
             self.host = None
 
 
-_stored: dict[int, _Stored] = {}
-_numbers = itertools.count(1)
+_stored: Numbered[_Stored] = Numbered(lambda stored: stored.forget())
 
 
 def _offload(value: Tensor, folder: str) -> Tensor:
@@ -232,30 +230,21 @@ def _offload(value: Tensor, folder: str) -> Tensor:
         stored = _ThroughHost.of(copies, data, folder)
     else:
         stored = _OnHost.of(copies, data)
-    key = next(_numbers)
-    _stored[key] = stored
-    number = memoryview(bytearray(key.to_bytes(8, "little")))
-    weakref.finalize(number, _forget, key).atexit = False
-    return torch.frombuffer(number, dtype=torch.int64)
+    return _stored.add(stored)
 
 
 def _offloaded(ticket: Tensor, value: Tensor) -> Tensor:
-    _stored[int(ticket)].finish_write()
-    return ticket
+    _stored[ticket].finish_write()
+    return _stored.add(_stored.pop(ticket))  # a result may not be an argument
 
 
 def _prefetch(ticket: Tensor, folder: str, *layout: Any) -> Tensor:
-    return _stored[int(ticket)].begin_read(*layout)
+    return _stored[ticket].begin_read(*layout)
 
 
 def _prefetched(buffer: Tensor, ticket: Tensor) -> Tensor:
-    _stored[int(ticket)].finish_read(buffer)
+    _stored[ticket].finish_read(buffer)
     return buffer
-
-
-def _forget(key: int) -> None:
-    """Gives back the room of a value whose ticket is gone."""
-    _stored.pop(key).forget()
 
 
 def empty_pages(size: int) -> Tensor:
@@ -287,16 +276,20 @@ def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> 
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _same(first: Tensor, second: Tensor) -> Tensor:
+def _ticket(ticket: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(ticket)
+
+
+def _same_memory(buffer: Tensor, ticket: Tensor) -> Tensor:
     """As of a wait: the schema says nothing of it, so that no pass takes it for a view."""
-    return torch.ops.aten.alias.default(first)
+    return torch.ops.aten.alias.default(buffer)
 
 
 for _name, _run, _fake in (
     ("offload", _offload, _ticket_like),
-    ("offloaded", _offloaded, _same),
+    ("offloaded", _offloaded, _ticket),
     ("prefetch", _prefetch, _memory_like),
-    ("prefetched", _prefetched, _same),
+    ("prefetched", _prefetched, _same_memory),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autopar::{_name}", _fake, lib=_LIBRARY)

@@ -30,15 +30,18 @@ def away(folder: Any, zero: int = 0, offload: Any = "parameters", **more: Any) -
     return fixed(zero, offload=offload, offload_dir=str(folder), **more)
 
 
-def compiled(name: str, strategy: autopar.Strategy) -> Any:
+def compiled(name: str, strategy: autopar.Strategy, **options: Any) -> Any:
     case = MODELS[name]
     with everything_leaves(), memoized_capture(CAPTURES):
         model = case.make().double()
-        return autopar.compile(model, strategy=strategy, example_inputs=example(model, case))
+        inputs = example(model, case)
+        return autopar.compile(model, strategy=strategy, example_inputs=inputs, **options)
 
 
-def trained(name: str, strategy: autopar.Strategy, make: Maker = ADAMW) -> tuple[Any, Any]:
-    model = compiled(name, strategy)
+def trained(
+    name: str, strategy: autopar.Strategy, make: Maker = ADAMW, **options: Any
+) -> tuple[Any, Any]:
+    model = compiled(name, strategy, **options)
     given = batches(MODELS[name], range(STEPS), ROWS)
     with everything_leaves():
         return train_steps(model, make(model.parameters()), MODELS[name], given), model
@@ -77,6 +80,12 @@ def test_the_plain_models_numbers(name: str, tmp_path: Path) -> None:
 def test_bit_for_bit_on_one_rank(name: str, tmp_path: Path) -> None:
     assert_same_bits(partial(trained, name), fixed(0), away(tmp_path))
     assert not list(tmp_path.iterdir()), "the file has no name"
+
+
+@pytest.mark.filterwarnings("error:autopar::")  # a result that is an argument
+def test_inductor_sees_reads_as_new_memory(tmp_path: Path) -> None:
+    train = partial(trained, "gpt", backend="inductor")
+    assert_same_bits(train, fixed(0), away(tmp_path))
 
 
 def test_values_that_the_user_sets_are_read(tmp_path: Path) -> None:

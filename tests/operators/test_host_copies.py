@@ -44,7 +44,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_values_come_back_and_their_memory_is_free_meanwhile(folder: str) -> None:
-    before = set(offload._stored)  # of other tests
+    before = set(offload._stored._values)  # of other tests
     with emulated_streams() as gpu:
         values = draw()
         want = [value.clone() for value in values]
@@ -54,7 +54,7 @@ def test_values_come_back_and_their_memory_is_free_meanwhile(folder: str) -> Non
     assert not gpu.errors
     assert gpu.copies == 6
     gc.collect()
-    assert set(offload._stored) <= before
+    assert set(offload._stored._values) <= before
 
 
 def test_later_steps_take_no_more_pinned_memory_memory(folder: str) -> None:

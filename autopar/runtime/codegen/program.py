@@ -35,6 +35,7 @@ from autopar.ir.roles import (
     Saved,
     Tangent,
 )
+from autopar.operators.held_reads import without_aliases
 from autopar.passes.core.node_builder import is_random, is_view
 from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
@@ -232,6 +233,7 @@ def generate(
         for in_place, out_of_place in OUT_OF_PLACE.items():
             for node in module.graph.find_nodes(op="call_function", target=in_place):
                 node.target = out_of_place
+        without_aliases(module.graph)
         module.recompile()
         run = _compile_graph(module, options.compile_backend, donated)
         return CompiledGraph(graph, run, donated)
