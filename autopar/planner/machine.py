@@ -102,7 +102,7 @@ def measure_machine(
     several = live and world_size() > 1
     mesh = DeviceMesh.from_group(world(), device.type) if several else None
     if operators.present:
-        update = measure_update(optimizer, device, mesh)
+        update = measure_update(optimizer, device, mesh, operators.shares_cores)
     else:
         ratio = optimizer_state_ratio(optimizer, dtype, device.type)
         update = UpdateCost.modelled(operators.roofline, ratio)

@@ -119,6 +119,11 @@ class OperatorTimes:
         wanted = self.setting.sharing * self.setting.threads
         return max(1.0, wanted / Host.here().cores) if here else 1.0
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks share cores, and CPU time tells: threads of operators have own clocks."""
+        return self.oversubscription > 1.0 and self.setting.threads == 1
+
     @classmethod
     def load(
         cls, device: str | torch.device, *, sharing: int = 1, runs_on: str = "cuda"
@@ -170,8 +175,7 @@ class OperatorTimes:
         if self.on_host:
             lacking = self._missing_graphs(graphs, ranks)
             if _REPLAYS * sum(map(self._graph_s, lacking)) <= limit_s:
-                # threads of an operator would need clocks of their own
-                shared = self.oversubscription if self.setting.threads == 1 else 1.0
+                shared = self.oversubscription if self.shares_cores else 1.0
                 options = {"budget_s": budget_s, "ranks_per_core": shared}
                 for name, seconds in replay_step(lacking, ranks, **options).items():
                     add(name, seconds, rehearsed=True)

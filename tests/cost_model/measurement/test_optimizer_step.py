@@ -1,4 +1,6 @@
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,3 +32,21 @@ def test_measures_any_optimizer():
         assert cost.curve.bytes == tuple(4 * numel for numel in SIZES)
         many, large = (cost.seconds(s, dtensors=False).seconds for s in ([4], [2**24]))
         assert 0 < many < large
+
+
+class Waiting(torch.optim.SGD):
+    """Waits for a core 50 ms a step; the step itself takes less than 1 ms."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
+
+
+def test_waits_for_a_core_do_not_count_where_ranks_share_cores():
+    alone, shared = (
+        measure_update(lambda p: Waiting(p, lr=0.1), torch.device("cpu"), None, shares_cores)
+        for shares_cores in (False, True)
+    )
+    small = [4 * SIZES[0]]
+    assert shared.seconds(small, dtensors=False).seconds < 1e-3
+    assert alone.seconds(small, dtensors=False).seconds > 5e-3
