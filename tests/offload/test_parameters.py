@@ -82,7 +82,6 @@ def test_bit_for_bit_on_one_rank(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
-@pytest.mark.filterwarnings("error:autopar::")  # a result that is an argument
 def test_inductor_sees_reads_as_new_memory(tmp_path: Path) -> None:
     train = partial(trained, "gpt", backend="inductor")
     assert_same_bits(train, fixed(0), away(tmp_path))
