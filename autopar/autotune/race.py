@@ -54,14 +54,12 @@ class Trial:
     Attributes:
         plans: plans that ran on all ranks.
         seconds: step time in seconds of each on the slowest rank; empty if fewer than two ran.
-        tied: indices of the fastest plan and of plans that were not found slower.
-        rounds: timed rounds of these.
+        rounds: timed rounds of those that were not found slower.
         notes: plans that were dropped, with the reasons.
     """
 
     plans: tuple[Plan, ...]
     seconds: tuple[float, ...] = ()
-    tied: tuple[int, ...] = ()
     rounds: int = 0
     notes: tuple[str, ...] = ()
 
@@ -94,7 +92,7 @@ def benchmark_plans(
                 times = _run(runners)
                 seconds = tuple(times.medians().values())
                 rounds = len(times.rounds)
-                return Trial(tuple(left), seconds, tuple(times.left), rounds, tuple(notes))
+                return Trial(tuple(left), seconds, rounds, tuple(notes))
             except _DroppedError as dropped:
                 index, why = dropped.args
                 notes.append(f"{left.pop(index).name} is no candidate: {why}")

@@ -34,7 +34,10 @@ If ranks outnumber cores, step times of pipelines are underestimated by up to 1.
 """
 
 TIE = 1.03
-"""Maximum ratio of step times of plans that tie, if no test tells them apart."""
+"""Maximum ratio of step times of plans that tie.
+
+On a shared machine such a difference in a trial says little of the training after it.
+"""
 
 TIED = "as fast in a trial, with more pipeline stages or tensor-parallel ranks"
 
@@ -99,13 +102,13 @@ def _features(plan: Plan) -> tuple[object, ...]:
 def with_measured_times(trial: Trial) -> Plan:
     """The plan with the shortest measured step, with the others as runners-up.
 
-    Of tied plans with nearly equal times, the plan with the fewest pipeline stages and
-    tensor-parallel ranks wins.
+    Of plans that tie with it, the plan with the fewest pipeline stages and tensor-parallel ranks
+    wins.
     """
     plans, seconds, rounds = trial.plans, trial.seconds, trial.rounds
-    least = min(seconds[i] for i in trial.tied)
-    nearly = [i for i in trial.tied if seconds[i] <= TIE * least]
-    chosen = min(nearly, key=lambda i: (_splits(plans[i]), seconds[i]))
+    least = min(seconds)
+    tied = [i for i, measured in enumerate(seconds) if measured <= TIE * least]
+    chosen = min(tied, key=lambda i: (_splits(plans[i]), seconds[i]))
     best, chosen_s = plans[chosen], seconds[chosen]
     times = [
         f"{plan.name}: {measured * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
