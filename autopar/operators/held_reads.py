@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.operators import offload, parameters
-from autopar.operators.numbers import Numbered
+from autopar.operators.numbers import Numbered, number_like
+from autopar.operators.registration import register
 
 _LAYOUT = "int[] size, int[] stride, ScalarType dtype, Device device"
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
@@ -71,20 +72,16 @@ def _end_fetch(number: Tensor, *layout: Any) -> Tensor:
     return parameters.fetched(_held.pop(number))
 
 
-def _number_like(value: Tensor, *_: Any) -> Tensor:
-    return value.new_empty((1,), dtype=torch.int64, device="cpu")
-
-
 def _memory(*arguments: Any) -> Tensor:
-    size, stride, dtype, device = arguments[-4:]
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return offload.new_memory(*arguments[-4:])
 
 
-for _name, _run, _fake in (
-    ("begin_prefetch", _begin_prefetch, _number_like),
-    ("end_prefetch", _end_prefetch, _memory),
-    ("begin_fetch", _begin_fetch, _number_like),
-    ("end_fetch", _end_fetch, _memory),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autopar::{_name}", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    {
+        "begin_prefetch": (_begin_prefetch, number_like),
+        "end_prefetch": (_end_prefetch, _memory),
+        "begin_fetch": (_begin_fetch, number_like),
+        "end_fetch": (_end_fetch, _memory),
+    },
+)

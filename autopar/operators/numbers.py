@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,3 +49,8 @@ class Numbered(Generic[T]):
             value = self._values.pop(key)
             if self._forget is not None:
                 self._forget(value)
+
+
+def number_like(value: Tensor, *_: Any) -> Tensor:
+    """A fake tensor like a number's, from a fake tensor."""
+    return value.new_empty((1,), dtype=torch.int64, device="cpu")

@@ -28,7 +28,8 @@ from autopar.common.block_storage import PAGE, BlockStorage, Extent
 from autopar.common.heap import LARGE, use_huge_pages
 from autopar.errors import OffloadError
 from autopar.operators.host_copies import HostBlock, HostCopies, copies_of
-from autopar.operators.numbers import Numbered
+from autopar.operators.numbers import Numbered, number_like
+from autopar.operators.registration import register
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("offload(Tensor value, str folder) -> Tensor")
@@ -145,7 +146,7 @@ class _OnHost:
         self._wait()
 
     def begin_read(self, *layout: Any) -> Tensor:
-        buffer = _empty(*layout)
+        buffer = new_memory(*layout)
         self.moving = bytes_of(buffer)
         self.copies.from_host(self.moving, self.block)
         return buffer
@@ -197,7 +198,7 @@ class _ThroughHost:
         block = self.copies.take(self.extent.size)
         self.host = _OnHost(self.copies, block, None)
         self.reading = self.storage.read(self.extent, block.buffer, after=block.synchronize)
-        return _empty(*layout)
+        return new_memory(*layout)
 
     def finish_read(self, buffer: Tensor) -> None:
         assert self.host is not None
@@ -264,20 +265,13 @@ def bytes_of(value: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _ticket_like(value: Tensor, folder: str) -> Tensor:
-    return value.new_empty((1,), dtype=torch.int64, device="cpu")
-
-
 def _memory_like(ticket: Tensor, folder: str, *layout: Any) -> Tensor:
-    return _empty(*layout)
+    return new_memory(*layout)
 
 
-def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def new_memory(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory of a layout."""
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def _ticket(ticket: Tensor, value: Tensor) -> Tensor:
-    return torch.empty_like(ticket)
 
 
 def _same_memory(buffer: Tensor, ticket: Tensor) -> Tensor:
@@ -285,11 +279,12 @@ def _same_memory(buffer: Tensor, ticket: Tensor) -> Tensor:
     return torch.ops.aten.alias.default(buffer)
 
 
-for _name, _run, _fake in (
-    ("offload", _offload, _ticket_like),
-    ("offloaded", _offloaded, _ticket),
-    ("prefetch", _prefetch, _memory_like),
-    ("prefetched", _prefetched, _same_memory),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autopar::{_name}", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    {
+        "offload": (_offload, number_like),
+        "offloaded": (_offloaded, number_like),
+        "prefetch": (_prefetch, _memory_like),
+        "prefetched": (_prefetched, _same_memory),
+    },
+)

@@ -25,6 +25,7 @@ from torch import Tensor
 from autopar.common.block_storage import BlockStorage, Extent
 from autopar.operators.host_copies import HostBlock, HostCopies, copies_of, on_device
 from autopar.operators.offload import bytes_of, empty_pages, storage_in
+from autopar.operators.registration import register
 
 LEAST_BYTES = 64 << 10
 """Smaller parameters stay in memory."""
@@ -169,9 +170,7 @@ def _fetched(buffer: Tensor) -> Tensor:
     return buffer
 
 
-for _name, _run, _fake in (
-    ("fetch", _fetch, _memory_like),
-    ("fetched", _fetched, torch.ops.aten.alias.default),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autopar::{_name}", _fake, lib=_LIBRARY)
+register(
+    _LIBRARY,
+    {"fetch": (_fetch, _memory_like), "fetched": (_fetched, torch.ops.aten.alias.default)},
+)
