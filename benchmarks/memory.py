@@ -1,25 +1,27 @@
 """`ProfilerCounter`: peak tensor bytes of training steps on one rank.
 
-It counts blocks of torch's CPU allocator by the profiler's `[memory]` records, below the
-dispatcher. Limits: only allocations of the training loop's thread are recorded, and tensors from
-before, such as batches, do not count. A block that another thread frees, such as
-gloo's or one in which Python collects garbage, counts until its address is used again. So every
-step is taken to begin with the least bytes of any of its kind.
+It reads the total of torch's CPU allocator at each of the profiler's `[memory]` records, below the
+dispatcher. The loop's thread alone makes records; the total has the blocks of all threads, such as
+gloo's. Limit: tensors from before, such as batches, do not count.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import tempfile
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 UNSTEADY = 1  # first steps of each kind that do not count: they make the optimizer state
 
 _MARK = "benchmarks.memory.step"
+_ALL_THREADS = "FLAGS_caffe2_report_cpu_memory_usage"  # without it one thread's blocks count
 
 
 class ProfilerCounter:
@@ -35,10 +37,12 @@ class ProfilerCounter:
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
-        self.steps: list[tuple[int, int]] = []  # bytes at the start, and at most
+        self.steps: list[int] = []  # peak bytes of each
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> ProfilerCounter:
+        gc.collect()  # freed inside, what is left of others would be subtracted
+        _count_all_threads()
         self._profile.__enter__()
         return self
 
@@ -57,35 +61,30 @@ class ProfilerCounter:
         return record_function(_MARK)
 
     def peaks(self) -> dict[str, list[int]]:
-        """Return the peak bytes of each steady step of each kind, counted from the same start."""
+        """Return the peak bytes of each steady step of each kind."""
         found = {}
         for kind in dict.fromkeys(self.kinds):
             pairs = zip(self.kinds, self.steps, strict=True)
-            steady = [step for name, step in pairs if name == kind][UNSTEADY:]
-            least = min(start for start, _ in steady)
-            found[kind] = [least + peak - start for start, peak in steady]
+            found[kind] = [peak for name, peak in pairs if name == kind][UNSTEADY:]
         return found
 
 
-def _read(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the marked steps of a Chrome trace.
+def _count_all_threads() -> None:
+    """Let torch's allocator keep one total over all threads; torch has no call for that."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _ALL_THREADS).value = True
 
-    Only freed blocks that were allocated inside count, unlike in the profiler's own total.
-    """
-    events = [event for event in events if event.get("name") in {_MARK, "[memory]"}]
-    events.sort(key=lambda event: event["ts"])
-    blocks: dict[int, int] = {}
-    times, totals = [0.0], [0]
-    for event in events:
-        if event["name"] == "[memory]":
-            address, size = event["args"]["Addr"], max(event["args"]["Bytes"], 0)
-            times.append(event["ts"])
-            totals.append(totals[-1] - blocks.pop(address, 0) + size)
-            blocks[address] = size
-    steps = []
-    for event in events:
-        if event["name"] == _MARK:
-            first = bisect_left(times, event["ts"]) - 1
-            last = bisect_right(times, event["ts"] + event["dur"])
-            steps.append((totals[first], max(totals[first:last])))
-    return steps
+
+def _read(events: list[dict[str, Any]]) -> list[int]:
+    """Return the peaks of the marked steps of a Chrome trace, above the bytes at its start."""
+    records = [event for event in events if event.get("name") == "[memory]"]
+    records.sort(key=lambda event: event["ts"])
+    first = records[0]["args"]
+    before = first["Total Allocated"] - first["Bytes"]
+    times = [0.0, *(record["ts"] for record in records)]
+    totals = [0, *(record["args"]["Total Allocated"] - before for record in records)]
+    steps = sorted((it for it in events if it.get("name") == _MARK), key=lambda it: it["ts"])
+    return [
+        max(totals[bisect_left(times, it["ts"]) - 1 : bisect_right(times, it["ts"] + it["dur"])])
+        for it in steps
+    ]
