@@ -85,13 +85,13 @@ def choose(run: Run, limit_s: float, recipe_s: float = 0.0) -> dict[str, Any]:
     }
 
 
-def recipes(path: Path) -> dict[str, float]:
-    """Return the predicted steps of a file of predictions, by name of the run.
+def recipes(path: Path) -> dict[tuple[str, str], float]:
+    """Return the predicted steps of a file of predictions, by table and name of the run.
 
     They include what recipes do and plans of autopar do not, such as overlapping tp's messages.
     """
     tables = json.loads(path.read_text())["tables"]
-    return {row["name"]: row["step_s"] for rows in tables.values() for row in rows}
+    return {(name, row["name"]): row["step_s"] for name, rows in tables.items() for row in rows}
 
 
 def chosen(run: Run, limit_s: float) -> tuple[Plan, float]:
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = tables.setdefault(path.stem, [])
         for run in runs:
             if options.choice:
-                rows.append(choose(run, options.limit, steps.get(run.name, 0.0)))
+                rows.append(choose(run, options.limit, steps.get((path.stem, run.name), 0.0)))
                 keep()
                 print(
                     "  {name:22} recipe {recipe_s:7.3f} s, own {own_s:7.3f} s, {ratio:.3f}: {plan} "

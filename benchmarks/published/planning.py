@@ -80,10 +80,10 @@ def _scattered(run: Run) -> Iterator[None]:
     tp, gathers = run.strategy.tp or 1, not run.strategy.sequence_parallel
     whole = P2PCost.seconds
 
-    def seconds(link: P2PCost, nbytes: int) -> float:
+    def seconds(link: P2PCost, nbytes: int, *ranks: int) -> float:
         group = GroupShape(tp, tp, link.cluster.world_size // tp)
         gathered = link.cluster.seconds("all_gather", nbytes, group, "bfloat16").seconds
-        return whole(link, nbytes // tp) + gathered * gathers
+        return whole(link, nbytes // tp, *ranks) + gathered * gathers
 
     with patch.object(P2PCost, "seconds", seconds if run.scatters and tp > 1 else whole):
         yield

@@ -17,8 +17,8 @@ from autopar.cost_model.simulator.schedules import Action, Orders
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 
 SEND = "send"
-Seconds = Callable[[int], float]
-"""Seconds of a transfer by its bytes."""
+Seconds = Callable[[int, int, int], float]
+"""Seconds of a transfer by its bytes, its sending and its receiving rank."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def simulate_pipeline(
     Args:
         orders: the actions of each rank, in order.
         stages: cost of each stage while all ranks compute; stage s is on rank s % ranks.
-        transfer: seconds of a transfer between neighbouring ranks, by its bytes.
+        transfer: seconds of a transfer, by its bytes, its sending and its receiving rank.
         issue_s: seconds that a transfer occupies the computing thread, at either end.
         late_s: extra seconds of a transfer while all ranks but its receiver compute. Where they
             share cores, fewer of them delay it less.
@@ -83,7 +83,7 @@ def simulate_pipeline(
         ValueError: the orders wait for each other.
     """
     run = _Run(orders, stages, transfer, issue_s, late_s, oversubscription)
-    instant = _Run(orders, stages, lambda nbytes: 0.0, 0.0, 0.0, oversubscription)
+    instant = _Run(orders, stages, lambda *transfer: 0.0, 0.0, 0.0, oversubscription)
     step_s = max(run.now)
     return PipelineSimulation(
         step_s=step_s,
@@ -184,7 +184,7 @@ class _Run:
     def _send(self, rank: int, receiver: Action, nbytes: int) -> None:
         other = receiver.stage % self.ranks
         start = max(self.now[rank], self.link_free.get((rank, other), 0.0))
-        seconds = self.transfer(nbytes) if other != rank else 0.0
+        seconds = self.transfer(nbytes, rank, other) if other != rank else 0.0
         end = start + seconds
         late_s = self.late_s * self._crowd(rank)
         self.arrivals[_receiver(receiver)] = end + late_s if seconds else end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import product
 from math import prod
 
 from autopar.cost_model.cluster.cluster import Cluster
@@ -21,30 +21,49 @@ from autopar.plan.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class P2PCost:
-    """Cost of messages between neighbouring ranks of a pipeline, the outermost axis of `mesh`."""
+    """Cost of messages between two ranks of a pipeline, the outermost axis of `mesh`."""
 
     cluster: Cluster
     mesh: tuple[tuple[str, int], ...]
 
-    def seconds(self, nbytes: int) -> float:
-        return self.cost(nbytes)[1].seconds if nbytes else 0.0
+    def seconds(self, nbytes: int, sender: int, receiver: int) -> float:
+        return self.priced(nbytes, sender, receiver)[1].seconds if nbytes else 0.0
 
-    def cost(self, nbytes: int) -> tuple[str, Cost]:
-        """Kind and cost of one message: a send, or a broadcast if sends were not timed."""
-        try:
-            return "send", self.cluster.seconds("send", nbytes, self._pair)
-        except ClusterError:
-            return "broadcast", self.cluster.seconds("broadcast", nbytes, self._pair)
+    def slowest_s(self, nbytes: int) -> float:
+        """Seconds of a message between the neighbours that are furthest apart."""
+        one_each = {self._pairs(rank, rank + 1): rank for rank in range(self._ranks - 1)}
+        return max((self.seconds(nbytes, r, r + 1) for r in one_each.values()), default=0.0)
 
-    def message(self, nbytes: int) -> Transfer:
-        return Transfer(self.cost(nbytes)[0], "pp", nbytes, self._pair, "float32")
+    def priced(self, nbytes: int, sender: int, receiver: int) -> tuple[Transfer, Cost]:
+        """Return one message with its cost: a send, or a broadcast if sends were not timed.
 
-    @cached_property
-    def _pair(self) -> GroupShape:
-        ranks, world = dict(self.mesh).get("pp", 1), self.cluster.world_size
-        stride, node = max(1, world // ranks), self.cluster.ranks_per_node
-        apart = any(r * stride // node != (r + 1) * stride // node for r in range(ranks - 1))
-        return GroupShape(2, 1 if apart else 2, max(1, world // 2))
+        Raises:
+            ClusterError: no such message was measured, and none may be derived.
+        """
+        shape = self._pairs(sender, receiver)
+        failure: ClusterError | None = None
+        most = replace(shape, groups=max(1, self.cluster.world_size // 2))
+        for kind, pairs in product(("send", "broadcast"), dict.fromkeys((shape, most))):
+            try:
+                cost = self.cluster.seconds(kind, nbytes, pairs)
+            except ClusterError as error:
+                failure = failure or error
+                continue
+            return Transfer(kind, "pp", nbytes, pairs, "float32"), cost
+        assert failure is not None
+        raise failure
+
+    @property
+    def _ranks(self) -> int:
+        return dict(self.mesh).get("pp", 1)
+
+    def _pairs(self, sender: int, receiver: int) -> GroupShape:
+        """Shape of a message's pair, and the number of pairs that send at once."""
+        world, node = self.cluster.world_size, self.cluster.ranks_per_node
+        stride, (low, high) = max(1, world // self._ranks), sorted((sender, receiver))
+        near = low * stride // node == ((high + 1) * stride - 1) // node
+        pairs = stride if stride < node and not near else world // 2
+        return GroupShape(2, 1 + near, max(1, pairs))
 
 
 def add_step_boundaries(
@@ -103,5 +122,5 @@ def _tied_parameter_s(
                 nbytes = tensor_bytes(tensors(node)[0])
                 tied[owner, user] += nbytes
                 back[user, owner] += nbytes * (graph.result(Gradient(role)) is not None)
-    times = [[link.seconds(n) for n in table.values()] for table in (tied, back)]
+    times = [[link.seconds(n, *pair) for pair, n in table.items()] for table in (tied, back)]
     return max(times[0], default=0.0), max(times[1], default=0.0)

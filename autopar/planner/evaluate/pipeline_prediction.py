@@ -195,10 +195,18 @@ class SimulatedPipeline:
 
     def _provenance(self) -> dict[str, int]:
         counts = Counter(cost.kind for cost in self.updates)
-        for stage in self.stages:
+        for index, stage in enumerate(self.stages):
             counts.update(stage.last.provenance)
-            counts.update(self.link.cost(n)[1].kind for n in (stage.cost.sent_bytes,) if n)
+            counts.update(cost.kind for _, cost in self._messages(index, index + 1))
         return dict(counts)
+
+    def _messages(self, stage: int, *others: int) -> Iterator[tuple[Transfer, Cost]]:
+        """Messages of a micro-batch from a stage to others, with their costs."""
+        cost, rank_of = self.stages[stage].cost, self.pipeline.rank_of
+        for other in others:
+            nbytes = cost.sent_bytes if other > stage else cost.returned_bytes
+            if nbytes and rank_of(other) != rank_of(stage):
+                yield self.link.priced(nbytes, rank_of(stage), rank_of(other))
 
     def _events(self) -> tuple[TimelineEvent, ...]:
         steps = [
@@ -214,9 +222,10 @@ class SimulatedPipeline:
         own = (event for event in self.run.timeline if event.stream == f"rank {full}")
         actions = [event for event in own if event.kind == COMPUTE]
         sent, cluster = Counter[Transfer](), self.link.cluster
-        for stage in (self.stages[s] for s in self.pipeline.stages_of(slow)):
-            for nbytes in filter(None, (stage.cost.sent_bytes, stage.cost.returned_bytes)):
-                sent[self.link.message(nbytes)] += self.pipeline.micro_batches
+        for index in self.pipeline.stages_of(slow):
+            stage = self.stages[index]
+            for message, _ in self._messages(index, index + 1, index - 1):
+                sent[message] += self.pipeline.micro_batches
             for graph, times in stage.programs.counted(self.pipeline.micro_batches):
                 for item in transfers(graph, cluster):
                     sent[item] += times

@@ -210,7 +210,7 @@ class _StepModel:
         sent_s = 0.0
         if self.stages > 1:
             link = P2PCost(self.machine.cluster, self.problem.mesh)
-            sent_s = link.seconds(round(self.micro_batch.crossing_bytes))
+            sent_s = link.slowest_s(round(self.micro_batch.crossing_bytes))
         busy_s = (self.micro_batches + self.stages - 1) * (each_s + sent_s)
         return busy_s + self.exposed_s(zero, each_s) + self.update_s(zero)
 

@@ -159,7 +159,7 @@ def open_pipelines(
     points = cut_points_of(strategy, setup.base.model, setup.graph)
     balanced = strategy.split_points is None and strategy.stages > 1
     segments = _segments(setup, strategy, points, micro_batches) if balanced else []
-    transfer = P2PCost(setup.cluster, setup.base.mesh).seconds
+    transfer = P2PCost(setup.cluster, setup.base.mesh).slowest_s
     for schedule, stages_per_rank in _schedules(strategy, len(points.names)):
         order = orders(schedule, ranks, micro_batches, stages_per_rank)
         stages = range(ranks * stages_per_rank)

@@ -10,7 +10,7 @@ EVEN = StageCost(1.0, 2.0, input_s=1.0, weight_s=1.0)
 
 def simulated(schedule, ranks, micros, chunks=1, stage=EVEN, transfer=0.0):
     made = orders(schedule, ranks, micros, chunks)
-    return simulate_pipeline(made, [stage] * (ranks * chunks), lambda nbytes: transfer)
+    return simulate_pipeline(made, [stage] * (ranks * chunks), lambda nbytes, *ranks: transfer)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -39,7 +39,7 @@ def test_zero_bubble_fills_two_thirds(ranks, micros):
 
 def test_the_slowest_stage_sets_the_pace():
     stages = [StageCost(1.0, 2.0), StageCost(2.0, 4.0)]
-    found = simulate_pipeline(orders("1f1b", 2, 8), stages, lambda nbytes: 0.0)
+    found = simulate_pipeline(orders("1f1b", 2, 8), stages, lambda nbytes, *ranks: 0.0)
     assert found.step_s == pytest.approx(1.0 + 8 * 6.0 + 2.0)
     assert found.busy_s == pytest.approx((24, 48))
 
@@ -47,10 +47,10 @@ def test_the_slowest_stage_sets_the_pace():
 def test_transfers_overlap_with_compute_but_not_with_each_other():
     """GPipe over two ranks: transfers that are shorter than a forward show once each way."""
     stages = [StageCost(1.0, 1.0, sent_bytes=5), StageCost(1.0, 1.0, returned_bytes=7)]
-    hidden = simulate_pipeline(orders("gpipe", 2, 4), stages, lambda nbytes: nbytes / 10)
+    hidden = simulate_pipeline(orders("gpipe", 2, 4), stages, lambda nbytes, *ranks: nbytes / 10)
     assert hidden.exposed_s == pytest.approx(0.5 + 0.7)
     assert hidden.transfer_s == pytest.approx(4 * (0.5 + 0.7))
-    slow = simulate_pipeline(orders("gpipe", 2, 4), stages, lambda nbytes: nbytes / 2)
+    slow = simulate_pipeline(orders("gpipe", 2, 4), stages, lambda nbytes, *ranks: nbytes / 2)
     assert slow.step_s == pytest.approx((1.0 + 4 * 2.5 + 1.0) + (1.0 + 4 * 3.5 + 1.0))
     on_its_way = [e for e in slow.timeline if e.stream == "rank 1 to 0"]
     assert [e.end_s - e.start_s for e in on_its_way] == pytest.approx([3.5] * 4)
@@ -61,7 +61,7 @@ def test_messages_that_come_late_do_not_keep_the_link():
     """GPipe over two ranks: the first of each way shows, the others come during work."""
     stages = [StageCost(1.0, 1.0, sent_bytes=1), StageCost(1.0, 1.0, returned_bytes=1)]
     made = orders("gpipe", 2, 4)
-    found = simulate_pipeline(made, stages, lambda nbytes: 0.9, late_s=0.3)
+    found = simulate_pipeline(made, stages, lambda nbytes, *ranks: 0.9, late_s=0.3)
     assert found.step_s == pytest.approx(2 * 5.0 + 2 * (0.9 + 0.3))
     assert found.transfer_s == pytest.approx(8 * 0.9)
 
@@ -74,7 +74,7 @@ def test_who_waits_leaves_cores_to_the_others():
     """
     for micros, expected in ((1, 3.0), (3, 0.5 + 2.0 + 1.5 + 4.0 + 1.0)):
         found = simulate_pipeline(
-            orders("gpipe", 2, micros), [EVEN] * 2, lambda nbytes: 0.0, oversubscription=2.0
+            orders("gpipe", 2, micros), [EVEN] * 2, lambda nbytes, *ranks: 0.0, oversubscription=2.0
         )
         assert found.step_s == pytest.approx(expected)
         assert found.exposed_s == 0.0
@@ -86,7 +86,7 @@ def test_a_message_is_not_late_where_a_core_is_free(oversubscription, late):
     stages = [StageCost(1.0, 1.0, sent_bytes=1), StageCost(1.0, 1.0, returned_bytes=1)]
     made = orders("gpipe", 2, 1)
     found = simulate_pipeline(
-        made, stages, lambda nbytes: 0.5, late_s=0.3, oversubscription=oversubscription
+        made, stages, lambda nbytes, *ranks: 0.5, late_s=0.3, oversubscription=oversubscription
     )
     assert found.step_s == pytest.approx(4.0 / oversubscription + 2 * 0.5 + late)
 
@@ -97,7 +97,11 @@ def test_a_message_is_late_where_its_sender_goes_on():
 
     def begin(late_s):
         found = simulate_pipeline(
-            orders("gpipe", 2, 2), stages, lambda _: 1e-9, late_s=late_s, oversubscription=2.0
+            orders("gpipe", 2, 2),
+            stages,
+            lambda *message: 1e-9,
+            late_s=late_s,
+            oversubscription=2.0,
         )
         (first, *_) = (event for event in found.timeline if event.stream == "rank 1")
         return first.start_s
@@ -107,10 +111,10 @@ def test_a_message_is_late_where_its_sender_goes_on():
 
 def test_what_happens_once_a_step():
     stages = [StageCost(1.0, 1.0, first_s=3.0, last_s=5.0)]
-    assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda n: 0.0).step_s == 8 + 3 + 5
+    assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda *message: 0.0).step_s == 8 + 3 + 5
 
 
 def test_orders_that_wait_for_each_other():
     crossed = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="0B0, 1F0"):
-        simulate_pipeline(crossed, [EVEN, EVEN], lambda nbytes: 0.0)
+        simulate_pipeline(crossed, [EVEN, EVEN], lambda nbytes, *ranks: 0.0)
