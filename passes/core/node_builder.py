@@ -113,6 +113,19 @@ def fake_like(graph: TrainingGraph, shape: tuple[int, ...], dtype: torch.dtype) 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+def dense_like(graph: TrainingGraph, fake: torch.Tensor) -> torch.Tensor:
+    """Fake tensor without gaps or repeats, its dims in the same order, as messages arrive."""
+    with graph.fake_mode:
+        dims = dims_by_stride(fake)
+        return torch.empty_permuted(fake.shape, dims, dtype=fake.dtype, device=fake.device)
+
+
+def dims_by_stride(tensor: torch.Tensor) -> list[int]:
+    """The dims of a tensor, outermost in memory first."""
+    strides = tensor.stride()
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
 def ancestors(nodes: Iterable[fx.Node], within: Set[fx.Node] | None = None) -> set[fx.Node]:
     """Transitive inputs of `nodes`, along paths inside `within` if given."""
     found, pending = set[fx.Node](), list(nodes)

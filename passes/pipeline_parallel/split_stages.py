@@ -31,7 +31,7 @@ from autopar.ir.roles import (
     Update,
 )
 from autopar.passes.core.collective_ops import is_name
-from autopar.passes.core.node_builder import aten, copy_nodes
+from autopar.passes.core.node_builder import aten, copy_nodes, dense_like
 from autopar.passes.pipeline_parallel.place_stages import backward_stage
 from autopar.passes.pipeline_parallel.stage_dependence import LAYOUT_OPS, dependences, op_packet
 
@@ -289,6 +289,8 @@ class _Splitter:
         copies = copy_nodes(new, inputs, body)
         for node, copy in copies.items():
             copy.meta = {**node.meta, "phase": phase_of(node)}
+            if isinstance(roles.get(node), StageInput):
+                copy.meta["val"] = dense_like(graph, node.meta["val"])
         new.output([_sum(new, [copies[term] for term in terms]) for terms in results.values()])
         names = {role.name for node in inputs if isinstance(role := roles[node], Parameter)}
         return replace(

@@ -24,6 +24,7 @@ from autopar._torch import (
 )
 from autopar.cost_model.simulator.schedules import Orders
 from autopar.ir.roles import StageInput, StageOutput
+from autopar.passes.core.node_builder import dims_by_stride
 from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.pipeline.stage import Stage, StageCall, Values
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -177,7 +178,7 @@ class _TorchStage(PipelineStageBase):
     ) -> list[dist.P2POp]:
         table[micro], ops = {}, []
         for role in _sorted_roles(fakes, StageInput):
-            fake, dims = fakes[role], _dims_by_stride(fakes[role])
+            fake, dims = fakes[role], dims_by_stride(fakes[role])
             value = torch.empty_permuted(fake.shape, dims, dtype=fake.dtype, device=self.device)
             table[micro][role] = value
             ops.append(self._transfer(dist.irecv, value.permute(dims), offset))
@@ -188,7 +189,7 @@ class _TorchStage(PipelineStageBase):
     ) -> list[dist.P2POp]:
         ops = []
         for role in _sorted_roles(values, StageOutput):
-            value = values[role].detach().permute(_dims_by_stride(fakes[role]))
+            value = values[role].detach().permute(dims_by_stride(fakes[role]))
             ops.append(self._transfer(dist.isend, value.contiguous(), offset))
         return ops
 
@@ -210,9 +211,3 @@ class _TorchStage(PipelineStageBase):
 
 def _sorted_roles(roles: Iterable[Any], kind: type) -> list[Any]:
     return sorted((role for role in roles if isinstance(role, kind)), key=lambda r: r.value)
-
-
-def _dims_by_stride(fake: torch.Tensor) -> list[int]:
-    """The dims of a tensor, outermost in memory first."""
-    strides = fake.stride()
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])

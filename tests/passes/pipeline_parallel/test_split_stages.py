@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar.cost_model.kernels.aliases import extent_bytes
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import (
@@ -96,6 +97,31 @@ def test_values_that_skip_stages_are_passed_on_once() -> None:
         back = {(r.value, r.phase) for r in below.inputs if isinstance(r, StageInput)}
         assert {v for v in up if v[1] == "forward"} == {v for v in came if v[1] == "forward"}
         assert {v for v in down if v[1] == "backward"} == {v for v in back if v[1] == "backward"}
+
+
+class Stacks(nn.Module):
+    """The gradient of each layer's result is a slice of a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.stack([torch.tanh(layer(x)) for layer in self.layers], 1), y)
+
+
+def test_messages_have_no_gaps() -> None:
+    torch.manual_seed(1)
+    batch = (torch.randn(4, 5, dtype=f64), torch.randn(4, 3, 5, dtype=f64))
+    it = World(Stacks().double(), (batch, {}), 2)
+    stages = cut(it, [1, 2])
+    assert max(Pipeline(it, stages).run().values()) <= EXACT
+    for graph in stages.stages:
+        pairs = zip(graph.inputs, graph.placeholders, strict=True)
+        received = [n.meta["val"] for role, n in pairs if isinstance(role, StageInput)]
+        assert received
+        assert all(extent_bytes(each) == each.nbytes for each in received)
 
 
 def test_inputs_are_not_sent() -> None:
