@@ -110,7 +110,7 @@ class Driver(ABC):
         context: SearchContext,
         first: CandidateConfig | None = None,
     ) -> Plan:
-        """The fastest plan of a fixed mesh; only tunes the configuration `first`, if it fits."""
+        """The fastest plan of a fixed mesh, near the configuration `first` if that can fit."""
         key = str(problem.strategy), problem.world_size
         if key not in self._prepared:
             graphs = self.capture(problem)

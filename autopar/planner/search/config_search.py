@@ -58,8 +58,9 @@ def search_configs(
     the fastest does not fit, it raises recomputation or the ZeRO stage block by block, the fastest
     candidate first. If that is not enough, it tries smaller buckets. It tunes bucket sizes on the
     winner. If no ZeRO stage beats `incumbent_s` seconds even without exposed communication, it
-    returns the fastest of those that fit. If `first` is given and fits, only its buckets and
-    schedules are tuned. If `unscheduled`, deeper prefetching replaces schedules.
+    returns the fastest of those that fit. If `first` is given and fits, with more recomputation if
+    need be, only its buckets and schedules are tuned. If `unscheduled`, deeper prefetching replaces
+    schedules.
 
     Raises:
         OutOfMemoryError: nothing fits; raises the least shortfall.
@@ -125,7 +126,7 @@ class _ConfigSearch:
 
     def best_candidate(self) -> Candidate:
         base = self.setup.base
-        if self.first is not None and self.fits(seed := self.evaluate(self.first)):
+        if self.first is not None and (seed := self.fit(self.first)) is not None:
             return self.tune(seed) if self.setup.deadline() else seed
         below, starts = self.starts()
         if math.isinf(self.incumbent_s) and self.setup.deadline():

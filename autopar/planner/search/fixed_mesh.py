@@ -35,7 +35,7 @@ def plan_fixed_mesh(
 ) -> Plan:
     """The fastest plan that fits, on rank 0; fully fixed strategies need no machine.
 
-    If `first` fits, only its buckets and schedules are tuned.
+    If `first` fits, perhaps with more recomputation, only its buckets and schedules are tuned.
 
     Raises:
         OutOfMemoryError: nothing fits.

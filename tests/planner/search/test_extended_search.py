@@ -16,6 +16,7 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.layout import Layout
 from autopar.plan.strategy import Strategy
+from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.machine import known_machine
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.estimate_captures import MeshEstimator
@@ -88,6 +89,21 @@ def test_figures_grow_with_the_blocks(strategy: dict[str, Any]) -> None:
     assert dict(few.sent_bytes) == pytest.approx(dict(whole.sent_bytes), rel=0.01)
     assert few.placements == whole.placements
     assert [p.layouts for p in few.partitions] == [p.layouts for p in whole.partitions]
+
+
+def test_a_plan_that_does_not_fit_whole_recomputes_more() -> None:
+    graphs, fixed = {1: captured(8, 1, CACHE)}, problem(zero=1, recompute="none")
+    machine = known_machine(fixed, 1)
+    most = plan_fixed_mesh(fixed, graphs, machine).prediction
+    assert most is not None
+    own = replace(problem(), memory=int(0.8 * most.needed_bytes))
+    config = default_config(own.strategy, own.blocks, 1)
+    found = plan_fixed_mesh(own, graphs, machine, first=config)
+    assert {stage for _, stage in found.zero_stages} == {1}
+    assert not [each for each in found.runners_up if "zero3" in each.name]  # no other was tried
+    assert {level for _, level in found.recompute} != {"none"}
+    assert found.prediction is not None
+    assert found.prediction.needed_bytes <= (own.memory or 0)
 
 
 def test_plans_in_a_row_share_captures() -> None:
