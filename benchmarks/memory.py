@@ -41,7 +41,7 @@ class ProfilerCounter:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> ProfilerCounter:
-        gc.collect()  # freed inside, what is left of others would be subtracted
+        gc.collect()  # what is left of others would be subtracted, if freed inside
         _count_all_threads()
         self._profile.__enter__()
         return self

@@ -125,7 +125,6 @@ class Race:
 
     def prepare(self, entry: Entry) -> None:
         torch.manual_seed(SEED)
-        gc.collect()  # memory of other contenders
         with ProfilerCounter() as counter:
             entry.step = entry.contender.build(self.case)
             for batch in self.batches[: self.counted]:

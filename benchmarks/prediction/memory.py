@@ -7,7 +7,6 @@ buffers a moment after the wait, so `max_measured` may be larger.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -127,7 +126,6 @@ def _train(
         reduce_bytes=subject.bucket_bytes,
         prefetch=1,
     )
-    gc.collect()
     with ProfilerCounter() as counter:
         model = autopar.compile(subject.make(), strategy=strategy, fallback=False)
         for kind, make in OPTIMIZERS.items():

@@ -74,8 +74,8 @@ class RegretRace(Race):
     def prepare(self, entry: Entry) -> None:
         """Build, count bytes, warm up; release an entry with the plan of another one.
 
-        Plans are made before bytes are counted. The counter misses blocks of trials that other
-        threads free, and beside its profiler the planner cannot measure workspaces of operators.
+        Plans are made before bytes are counted: beside the counter's profiler the planner cannot
+        measure workspaces of operators.
         """
         name = entry.contender.name
         if entry.contender not in PEERS:

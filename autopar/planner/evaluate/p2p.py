@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -31,7 +32,7 @@ class P2PCost:
 
     def slowest_s(self, nbytes: int) -> float:
         """Seconds of a message between the neighbours that are furthest apart."""
-        one_each = {self._pairs(rank, rank + 1): rank for rank in range(self._ranks - 1)}
+        one_each = {self._shapes(rank, rank + 1): rank for rank in range(self._ranks - 1)}
         return max((self.seconds(nbytes, r, r + 1) for r in one_each.values()), default=0.0)
 
     def priced(self, nbytes: int, sender: int, receiver: int) -> tuple[Transfer, Cost]:
@@ -40,10 +41,8 @@ class P2PCost:
         Raises:
             ClusterError: no such message was measured, and none may be derived.
         """
-        shape = self._pairs(sender, receiver)
         failure: ClusterError | None = None
-        most = replace(shape, groups=max(1, self.cluster.world_size // 2))
-        for kind, pairs in product(("send", "broadcast"), dict.fromkeys((shape, most))):
+        for kind, pairs in product(("send", "broadcast"), self._shapes(sender, receiver)):
             try:
                 cost = self.cluster.seconds(kind, nbytes, pairs)
             except ClusterError as error:
@@ -57,13 +56,18 @@ class P2PCost:
     def _ranks(self) -> int:
         return dict(self.mesh).get("pp", 1)
 
-    def _pairs(self, sender: int, receiver: int) -> GroupShape:
-        """Shape of a message's pair, and the number of pairs that send at once."""
+    def _shapes(self, sender: int, receiver: int) -> tuple[GroupShape, ...]:
         world, node = self.cluster.world_size, self.cluster.ranks_per_node
-        stride, (low, high) = max(1, world // self._ranks), sorted((sender, receiver))
-        near = low * stride // node == ((high + 1) * stride - 1) // node
-        pairs = stride if stride < node and not near else world // 2
-        return GroupShape(2, 1 + near, max(1, pairs))
+        return _pairs(world, node, self._ranks, *sorted((sender, receiver)))
+
+
+@cache
+def _pairs(world: int, node: int, ranks: int, low: int, high: int) -> tuple[GroupShape, ...]:
+    """Pairs of two pipeline ranks that send at once; then as many as all ranks of a node have."""
+    stride = max(1, world // ranks)
+    near = low * stride // node == ((high + 1) * stride - 1) // node
+    most = GroupShape(2, 1 + near, max(1, world // 2))
+    return (most,) if near or stride >= node else (replace(most, groups=stride), most)
 
 
 def add_step_boundaries(
