@@ -91,6 +91,25 @@ def test_buckets_are_smaller_where_nothing_else_makes_it_fit() -> None:
     assert len(plan.buckets.reduce) > len(plain.buckets.reduce)
 
 
+def test_no_bucket_size_is_faster_than_the_chosen_one() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    modelled = Cluster.default(2, "cuda")
+    link = replace(modelled.link, launch_s=1e-7, step_s=1e-7, bytes_per_s=4e9)
+
+    def plan(reduce_bytes: int | None) -> autopar.Plan:
+        return autopar.plan(
+            model,
+            2,
+            example_inputs=torch.zeros(1 << 16, 256),
+            strategy=autopar.Strategy(zero=0, recompute="none", reduce_bytes=reduce_bytes),
+            cluster=replace(modelled, link=link),
+        )
+
+    pinned = [plan(1 << power) for power in range(18, 27)]
+    assert step_s(plan(None)) == min(map(step_s, pinned))
+    assert len(set(map(step_s, pinned))) > 3
+
+
 def test_what_lacks_is_what_helps() -> None:
     with pytest.raises(autopar.OutOfMemoryError) as error:
         planned(memory=1000)

@@ -30,7 +30,8 @@ from autopar.planner.search.runners_up import runners_up
 from autopar.planner.search.state_bytes import least_state_bytes
 from autopar.report.plan import Plan
 
-LARGER_BUCKETS, SMALLER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES), (BUCKET_BYTES // 4,)
+LARGER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES)
+SMALLER_BUCKETS = (BUCKET_BYTES // 4, BUCKET_BYTES // 8, BUCKET_BYTES // 16)
 """Bucket sizes in bytes, tried in order beside the default."""
 
 DEEPER_PREFETCH = (2, 8)
@@ -257,7 +258,7 @@ class _ConfigSearch:
         communicates = base.dp_size > 1 or base.partitions
         if found is not None or not communicates:
             return found
-        smaller = self.with_buckets(config, SMALLER_BUCKETS[-1])
+        smaller = self.with_buckets(config, SMALLER_BUCKETS[0])
         saved = BUCKETS_AT_ONCE * max(config.gather_bytes, config.reduce_bytes)
         near = self.can_fit(config, saved) and self.can_fit(smaller)
         return self.recomputed(smaller) if near else None
@@ -354,11 +355,13 @@ class _ConfigSearch:
         return self.compressed(self.best([found, *options]) or found)
 
     def resized(self, best: Candidate, sizes: Iterable[int]) -> Candidate:
+        """Tries bucket sizes, unless the first one does not help."""
+        start = best
         for nbytes in sizes:
             other = self.evaluate(self.with_buckets(best.config, nbytes))
-            if (found := self.best([best, other])) is best:
+            best = self.best([best, other]) or best
+            if best is start:
                 break
-            best = found or best
         return best
 
     def prefetched(self, best: Candidate) -> Candidate:
