@@ -56,9 +56,11 @@ def main() -> int:
     add("--rows", type=int, default=24, help="of the global batch")
     add("--seq", type=int, default=128)
     add("--lr", type=float, default=2e-3, help="of AdamW")
+    add("--warm-up", type=int, help="steps of a rising learning rate, before a cosine")
     add("--json", type=Path, help="file of the figures; those of the same setting are kept")
     given = parser.parse_args()
-    options = {name: getattr(given, name) for name in ("steps", "every", "rows", "seq", "lr")}
+    names = ("steps", "every", "rows", "seq", "lr", "warm_up")
+    options = {name: getattr(given, name) for name in names}
     setting = {**options, "nodes": given.nodes, "rate": given.rate}
     results = []
     if given.json and given.json.exists():

@@ -18,6 +18,10 @@ LOCAL: Mapping[str, Outer] = {
     "diloco, 4 blocks": Outer(lr=0.7, momentum=0.5, blocks=4),
     "ring": Outer(over="ring"),
     "fedavg, 2 of 3": Outer(weights="rows", participants=2),
+    "ring, warm-up": Outer(over="ring", warm_up=60),
+    "fedavg, 2 of 3, warm-up": Outer(
+        lr=0.7, momentum=0.6, weights="rows", participants=2, warm_up=60
+    ),
     "late, warm-up": Outer(lr=0.7, momentum=0.7, late=True, warm_up=60),
 }
 """Averages of autopar's local steps."""

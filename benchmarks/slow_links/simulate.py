@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from autopar.plan.outer import LocalSteps
 from autopar.runtime.local_steps.block import Block
 from benchmarks.report import about, save
 from benchmarks.slow_links.contenders import LOCAL
+from benchmarks.slow_links.learning_rate import learning_rate
 from examples.train_gpt import GPT, batch, read_stdlib, validation_loss
 
 
@@ -49,12 +49,7 @@ class Setting:
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, from 1."""
-        if self.warm_up is None:
-            return self.lr
-        if step <= self.warm_up:
-            return self.lr * step / self.warm_up
-        done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
-        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        return learning_rate(step, self.steps, self.lr, self.warm_up)
 
     def model(self) -> GPT:
         torch.manual_seed(0)

@@ -19,6 +19,7 @@ from torch.optim import AdamW
 import autopar
 from benchmarks.cluster.network import sent_bytes
 from benchmarks.slow_links.contenders import DDP, LOCAL
+from benchmarks.slow_links.learning_rate import learning_rate
 from examples.train_gpt import GPT, batch, read_stdlib, validation_loss
 
 
@@ -43,7 +44,9 @@ def make(name: str, every: int, seq: int) -> nn.Module:
     return autopar.compile(plain, strategy=strategy, batch="local", fallback=False)
 
 
-def train(name: str, steps: int, every: int, rows: int, seq: int, lr: float) -> dict[str, Any]:
+def train(
+    name: str, steps: int, every: int, rows: int, seq: int, lr: float, warm_up: int | None
+) -> dict[str, Any]:
     """Train, and return figures of rank 0."""
     text, held_out = read_stdlib()
     model = make(name, every, seq)
@@ -60,6 +63,8 @@ def train(name: str, steps: int, every: int, rows: int, seq: int, lr: float) -> 
     dist.barrier()
     begin, before = time.perf_counter(), sent_bytes()
     for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, lr, warm_up)
         model(*own_rows(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
