@@ -1,4 +1,4 @@
-"""`balanced`: a plan whose ranks take rows of the batch in proportion to their speeds."""
+"""Speeds of ranks, and `balanced`: a plan that divides rows or stages in proportion to them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,31 @@ EQUAL = 1.05
 """Ratio of speeds up to which ranks count as equal."""
 
 
+def with_speeds(problem: PlanningProblem) -> PlanningProblem:
+    """The problem with measured speeds, where balance="measured" asks for them.
+
+    All ranks call this at once.
+    """
+    if problem.strategy.balance == "even" or problem.world_size == 1:
+        return problem
+    times = run_on_all_ranks(lambda: [seconds_of_product(problem.device) for _ in range(ROUNDS)])
+    return replace(problem, speeds=speeds_of(gather_objects(times)))
+
+
 def balanced(plan: Plan, problem: PlanningProblem) -> Plan:
-    """The plan with shares of rows by measured speed; all ranks call this at once.
+    """The plan with shares of rows by speed, unless its stages were cut by speed.
 
     Raises:
-        StrategyError: balance="measured" is asked for, and the plan has no rows to divide.
+        StrategyError: balance="measured" is asked for, and the plan has nothing to divide.
     """
-    if problem.strategy.balance == "even" or plan.world_size == 1:
+    strategy = problem.strategy
+    if strategy.balance == "even" or plan.world_size == 1:
+        return plan
+    if plan.pipeline is not None and plan.pipeline.ranks > 1 and strategy.split_points is None:
         return plan
     if (reason := why_not_balanced(plan)) is not None:
         raise reason
-    times = run_on_all_ranks(lambda: [seconds_of_product(problem.device) for _ in range(ROUNDS)])
-    return replace(plan, row_shares=shares_of(gather_objects(times)))
+    return replace(plan, row_shares=problem.speeds)
 
 
 def seconds_of_product(device: torch.device) -> float:
@@ -50,8 +63,8 @@ def seconds_of_product(device: torch.device) -> float:
     return passed / count
 
 
-def shares_of(times: list[list[float]]) -> tuple[float, ...]:
-    """Shares of rows from the times of each rank's rounds; () where ranks are equal.
+def speeds_of(times: list[list[float]]) -> tuple[float, ...]:
+    """Speeds relative to the fastest, from times of each rank's rounds; () where ranks are equal.
 
     Ranks must differ in every round, since a neighbour may disturb a single one.
     """

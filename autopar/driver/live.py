@@ -14,7 +14,7 @@ from autopar.common.deadline import Deadline
 from autopar.common.notices import warn_once
 from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
-from autopar.driver.balance import balanced
+from autopar.driver.balance import balanced, with_speeds
 from autopar.driver.driver import Driver
 from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
@@ -142,7 +142,7 @@ class LivePlanner:
         """Captures, measures, plans and benchmarks a call, unless the plan is fixed."""
         if self.plan is not None:
             return self.agreed(self.plan)
-        problem, candidates = self.problem, list[Plan]()
+        problem, candidates = with_speeds(self.problem), list[Plan]()
         if problem.device.type == "cuda" and problem.memory is None:
             own = run_on_all_ranks(DeviceMemory.here)
             every = gather_objects(own) if is_multi_rank() else [own]

@@ -90,8 +90,9 @@ class Strategy:
             `compile(lossy=...)`.
         search: axes whose sizes the planner may choose if they are None: any of "pp", "tp", "cp",
             "ep" and "dp_shard".
-        balance: "measured" to divide the rows of the batch in proportion to the ranks' measured
-            speeds, where they differ by more than 5 %; "even" for equal rows.
+        balance: "measured" to divide the rows of the batch, or the blocks between pipeline stages,
+            in proportion to the ranks' measured speeds, where they differ by more than 5 %; "even"
+            for ranks that count as equal.
         placements: placement of parameters by name pattern, along tp, or ep without tp; or a
             mapping of axes to placements.
         keep_sharded: whether parameters in `placements` are used as shards and never gathered.

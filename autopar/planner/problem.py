@@ -45,6 +45,7 @@ class PlanningProblem:
         device_memory: memory of the running GPUs, None if they are not running.
         state_block_bytes: bytes of parameters that are stepped at once, as if the optimizer's
             states were on storage; 0 to plan for the optimizer as it is.
+        speeds: speed of each rank relative to the fastest; () if they are equal or unknown.
     """
 
     model: str
@@ -61,6 +62,7 @@ class PlanningProblem:
     backend: str = EAGER
     device_memory: DeviceMemory | None = None
     state_block_bytes: int = 0
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)
@@ -92,6 +94,19 @@ class PlanningProblem:
     def on_gpus(self) -> bool:
         """Whether the ranks are GPUs."""
         return self.device.type == "cuda" if self.cluster is None else self.cluster.on_gpus
+
+    @property
+    def stage_paces(self) -> tuple[float, ...]:
+        """Seconds that each pipeline rank takes for a second of the mean rank; () if equal.
+
+        The slowest of the ranks that share a stage counts.
+        """
+        ranks, seconds = self.strategy.pp or 1, [1.0 / speed for speed in self.speeds]
+        if ranks == 1 or not seconds:
+            return ()
+        mean, each = sum(seconds) / len(seconds), len(seconds) // ranks  # pp is outermost
+        slowest = (max(seconds[rank * each : (rank + 1) * each]) for rank in range(ranks))
+        return tuple(pace / mean for pace in slowest)
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Rows divided by speed between unequal ranks, against every other division."""
+"""Rows or stages divided by speed between unequal ranks, against every other division."""

@@ -5,6 +5,7 @@ at a quarter of the other's rate (root).
 
 Blocks of steps alternate between all divisions of the rows, the even one, the one of
 `balance="measured"` and the one of `rebalance()` among them. The best is found by exhaustion.
+`--stages` divides the blocks of a pipeline instead.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import datetime
 import json
 import multiprocessing
 import os
-import statistics
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import autopar
-from autopar.ir.placement import proportional_rows
 from benchmarks.cluster.network import Network, bits_per_second
 from benchmarks.faults.warm import enter_namespace
 from benchmarks.launch import free_port
-from benchmarks.models import GPT
-
-VOCABULARY, WIDTH, TOKENS, LAYERS = 256, 128, 64, 4
+from benchmarks.unequal import rows, stages
 
 
 def burn(core: int) -> None:
@@ -41,15 +36,8 @@ def burn(core: int) -> None:
         pass
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    model(ids, ids).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return time.perf_counter() - begin
-
-
-def train(rank: int, meeting: str, spaces: list[str], rows: int, rounds: int, pipe: Any) -> None:
+def train(rank: int, meeting: str, spaces: list[str], given: argparse.Namespace, pipe: Any) -> None:
+    """One of two ranks, alone on its core or in its network."""
     if spaces:
         enter_namespace(spaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
@@ -63,30 +51,8 @@ def train(rank: int, meeting: str, spaces: list[str], rows: int, rounds: int, pi
         world_size=2,
         timeout=datetime.timedelta(seconds=120),
     )
-    torch.manual_seed(0)
-    ids = torch.randint(VOCABULARY, (rows, TOKENS))
-    net = GPT(LAYERS, VOCABULARY, tied=False, width=WIDTH, heads=4)
-    strategy = autopar.Strategy(zero=0, balance="measured")
-    model = autopar.compile(net, strategy=strategy, example_inputs=(ids, ids))
-    optimizer = torch.optim.AdamW(model.parameters())
-    measured = proportional_rows(rows, model.row_shares or (1.0, 1.0))[0]
-    for _ in range(10):
-        step(model, optimizer, ids)
-    seen = proportional_rows(rows, model.rebalance())[0]
-    times: dict[int, list[float]] = {first: [] for first in range(1, rows)}
-    for number in range(rounds + 1):
-        for first, found in times.items():
-            model.divide_rows((float(first), float(rows - first)))
-            block = [step(model, optimizer, ids) for _ in range(3)][1:]
-            if number:  # the first round makes the programs
-                found += block
-    medians = {first: statistics.median(found) for first, found in times.items()}
-    best = min(medians, key=medians.__getitem__)
-    named = {"even": rows // 2, "measured": measured, "rebalanced": seen, "best": best}
-    result: dict[str, Any] = {"rows": rows, "rows_of_rank_0": named}
-    result["step_ms"] = {name: round(1e3 * medians[n], 2) for name, n in named.items()}
-    result["over_best"] = {name: round(medians[n] / medians[best], 3) for name, n in named.items()}
-    result["all_ms"] = {str(n): round(1e3 * value, 2) for n, value in medians.items()}
+    race = stages.race if given.stages else rows.race
+    result = race(given.rows, given.rounds)
     if rank == 0:
         pipe.send(result)
     dist.destroy_process_group()
@@ -97,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--stages", action="store_true", help="of a pipeline, in place of rows")
     parser.add_argument("--link", metavar="RATE", help="of the fast link, such as 1gbit")
     given = parser.parse_args()
     with ExitStack() as stack:
@@ -122,7 +89,7 @@ def measure(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         neighbour.start()
         stack.callback(neighbour.kill)
         meeting = f"127.0.0.1:{free_port()}"
-    arguments = meeting, spaces, given.rows, given.rounds, theirs
+    arguments = meeting, spaces, given, theirs
     ranks = [context.Process(target=train, args=(rank, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()

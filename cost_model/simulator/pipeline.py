@@ -43,6 +43,11 @@ class StageCost:
         kinds = {"F": self.forward_s, "B": self.backward_s, "I": self.input_s, "W": self.weight_s}
         return kinds[action.kind]
 
+    def at_pace(self, pace: float) -> StageCost:
+        """The cost on a rank that takes `pace` times as long."""
+        names = ("forward_s", "backward_s", "input_s", "weight_s", "first_s", "last_s")
+        return replace(self, **{name: pace * getattr(self, name) for name in names})
+
 
 @dataclass(frozen=True)
 class PipelineSimulation:

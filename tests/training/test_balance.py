@@ -2,12 +2,14 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import autopar
-from autopar.driver.balance import shares_of
+from autopar.driver import balance
+from autopar.driver.balance import speeds_of
 from autopar.ir.placement import proportional_rows
 from autopar.runtime.module import DistributedModule
 from tests.harness.worlds import Raised, run
@@ -29,12 +31,14 @@ class Coupled(torch.nn.Module):
         return (self.down(mixed) - y).square().mean()
 
 
-def train(model: Any, shares: tuple[tuple[float, ...], ...]) -> list[torch.Tensor]:
+def train(
+    model: Any, shares: tuple[tuple[float, ...], ...], rows: int = ROWS
+) -> list[torch.Tensor]:
     """Losses of some steps, then the parameters; rows are divided anew before each step."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(STEPS):
         torch.manual_seed(step)
-        x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 2)
+        x, y = torch.randn(rows, 4), torch.randn(rows, 2)
         if isinstance(model, DistributedModule):
             model.divide_rows(shares[step])
         loss = model(x, y)
@@ -95,6 +99,48 @@ def test_rebalance_by_the_speeds_seen() -> None:
     assert second == [first[1], 9]
 
 
+class Blocks(torch.nn.Module):
+    """Eight equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8))
+        self.down = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return (self.down(x) - y).square().mean()
+
+
+def stages_by_speed(rank: int, world_size: int) -> tuple[int, float, float]:
+    """Rank 1 is three times as slow; returns the blocks of this rank's stage, and errors."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = Blocks()
+    inputs = torch.randn(8, 4), torch.randn(8, 2)
+    torch.manual_seed(0)
+    strategy = autopar.Strategy(pp=2, micro_batches=4, schedule="1f1b", balance="measured")
+    with mock.patch.object(balance, "seconds_of_product", return_value=1.0 + 2 * rank):
+        model = autopar.compile(Blocks(), strategy=strategy, example_inputs=inputs)
+    assert model.plan is not None
+    assert model.plan.pipeline is not None
+    assert model.plan.prediction is not None
+    slow, fast = (s.forward_s for s in reversed(model.plan.prediction.stages))
+    held = sum(name.endswith("weight") for name in model.plan.pipeline.held(rank))
+    expected, found = train(plain, (), 8), train(model, ((), (), ()), 8)
+    errors = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+    return held, max(errors), slow / fast
+
+
+def test_stages_follow_the_speeds() -> None:
+    (first, error, ratio), (second, other, _) = run(stages_by_speed, 2)
+    assert first + second == 9
+    assert 6 <= first <= 8
+    assert max(error, other) < 1e-12
+    assert 0.5 < ratio < 2.0  # of three times fewer blocks at a third of the pace
+
+
 def refuse(rank: int, world_size: int) -> None:
     strategy = autopar.Strategy(tp=2, balance="measured")
     inputs = torch.ones(4, 4), torch.ones(4, 2)
@@ -120,8 +166,8 @@ def test_measured_shares_cover_the_batch() -> None:
 
 
 def test_shares() -> None:
-    assert shares_of([[1.0, 1.0, 1.0], [2.0, 2.1, 1.9]]) == (1.0, 0.5)
-    assert shares_of([[1.0, 1.0, 1.0], [2.0, 1.01, 2.0]]) == ()  # equal in one round
+    assert speeds_of([[1.0, 1.0, 1.0], [2.0, 2.1, 1.9]]) == (1.0, 0.5)
+    assert speeds_of([[1.0, 1.0, 1.0], [2.0, 1.01, 2.0]]) == ()  # equal in one round
     for rows in range(3, 20):
         held = proportional_rows(rows, (1.0, 0.5, 0.1))
         assert sum(held) == rows

@@ -95,7 +95,9 @@ class PipelineEvaluator(Evaluator):
         updates, found = self._updates(lowered), []
         for index, cluster in enumerate(clusters):
             link = P2PCost(cluster, lowered.plan.mesh)
-            run = self._run([costs[first][index] for first in lowered.first], link)
+            own = [costs[first][index] for first in lowered.first]
+            paced = [cost.at_pace(self._pace(stage)) for stage, cost in enumerate(own)]
+            run = self._run(paced, link)
             pairs = zip(run.ends_s, updates, strict=True)
             found.append(max(end + cost.seconds for end, cost in pairs))
         return found
@@ -118,6 +120,8 @@ class PipelineEvaluator(Evaluator):
     def _simulate(self, lowered: LoweredPipeline) -> SimulatedPipeline:
         distinct = {i: self._simulate_stage(lowered.programs[i]) for i in set(lowered.first)}
         stages = tuple(distinct[first] for first in lowered.first)
+        if self.setup.paces:
+            stages = tuple(replace(each, pace=self._pace(i)) for i, each in enumerate(stages))
         link = P2PCost(self.setup.cluster, lowered.plan.mesh)
         return SimulatedPipeline(
             plan=lowered.plan,
@@ -227,6 +231,10 @@ class PipelineEvaluator(Evaluator):
         total_s = dgrad_s + wgrad_s
         return wgrad_s / total_s if total_s else 0.0, split_backward_bytes(halves[1], last)
 
+    def _pace(self, stage: int) -> float:
+        """Seconds of a stage's rank for a second of the mean rank."""
+        return self.setup.paces[self.pipeline.rank_of(stage)] if self.setup.paces else 1.0
+
     def _operator_s(self, nodes: Iterable[fx.Node]) -> float:
         return sum(self.setup.operators.seconds(node).seconds for node in nodes)
 
@@ -240,5 +248,6 @@ class PipelineEvaluator(Evaluator):
                 trained = lowered.programs[stage].last.trained_bytes
                 sizes |= {names[name]: nbytes for name, nbytes in trained.items()}
             own = (nbytes for name, nbytes in sizes.items() if name in held)
-            found.append(self.setup.update_cost(lowered.plan, own))
+            cost = self.setup.update_cost(lowered.plan, own)
+            found.append(replace(cost, seconds=cost.seconds * self._pace(rank)))
         return tuple(found)

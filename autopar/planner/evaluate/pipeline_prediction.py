@@ -67,6 +67,7 @@ class StageSimulation:
         adding_s: mean seconds that a backward takes to add gradients to earlier ones.
         weights: fraction of the backward for parameter gradients only.
         split_backward_bytes: bytes kept for that fraction after the rest of the backward.
+        pace: seconds of its rank for a second of the mean rank.
     """
 
     programs: MicrobatchPrograms
@@ -76,6 +77,7 @@ class StageSimulation:
     adding_s: float
     weights: float
     split_backward_bytes: int
+    pace: float = 1.0
 
     @cached_property
     def memory(self) -> tuple[StageMemory, StageMemory]:
@@ -91,7 +93,8 @@ class StageSimulation:
         first, more, last = (
             (s.forward_s, s.backward_s) for s in (self.first, self.more, self.last)
         )
-        return stage_cost(self.programs.last, (first, more, last), self.adding_s, self.weights)
+        own = stage_cost(self.programs.last, (first, more, last), self.adding_s, self.weights)
+        return own.at_pace(self.pace)
 
     def runs(self, micro_batches: int) -> Iterator[tuple[Simulation, int]]:
         yield self.more, micro_batches - 1
@@ -152,7 +155,7 @@ class SimulatedPipeline:
         return Prediction(
             step_s=step_s,
             update_s=self.updates[slow].seconds,
-            compute_s=micro_batches * sum(s.more.compute_s + s.adding_s for s in own),
+            compute_s=micro_batches * sum(s.pace * (s.more.compute_s + s.adding_s) for s in own),
             communication_s=within_s + run.transfer_s / len(ranks),
             exposed_s=run.exposed_s + sum(times * each.exposed_s for each, times in runs),
             peak_bytes=full.peak,

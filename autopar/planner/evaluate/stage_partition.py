@@ -47,6 +47,7 @@ def partition_stages(
     in_flight: Sequence[int],
     transfer: Callable[[int], float],
     cap: int | None = None,
+    paces: Sequence[float] = (),
 ) -> Cuts | None:
     """Finds cuts that minimise the time of the slowest rank, then traffic.
 
@@ -59,12 +60,14 @@ def partition_stages(
         in_flight: number of micro-batches in flight, for each stage.
         transfer: seconds of a message, by its bytes.
         cap: limit of a rank's parameter and activation bytes; None for no limit.
+        paces: seconds that each rank takes for a second of compute; () if all take one.
 
     Returns:
         First segment of each stage but the first; None if no cuts fit the cap.
     """
     places = _cut_points(segments, len(in_flight))
-    table = _Partitioner(segments, places, ranks, in_flight, transfer, cap)
+    paces = tuple(paces) or (1.0,) * ranks
+    table = _Partitioner(segments, places, paces, in_flight, transfer, cap)
     found = table.solve_exactly() if len(in_flight) == ranks else table.solve_locally()
     return None if found is None else tuple(places[cut] for cut in found)
 
@@ -86,26 +89,31 @@ class _Partitioner:
         self,
         segments: Sequence[Segment],
         places: Sequence[int],
-        ranks: int,
+        paces: Sequence[float],
         in_flight: Sequence[int],
         transfer: Callable[[int], float],
         cap: int | None,
     ) -> None:
-        self.ranks, self.in_flight, self.cap = ranks, in_flight, cap
+        self.ranks, self.in_flight, self.cap = len(paces), in_flight, cap
         self.last = len(places) - 1
         at = [Segment(0.0), *(segments[place] for place in places[1:-1]), Segment(0.0)]
         sent = np.array([transfer(s.sent_bytes) if s.sent_bytes else 0.0 for s in at])
         returned = np.array([transfer(s.returned_bytes) if s.returned_bytes else 0.0 for s in at])
         self.crossing = np.array([float(s.sent_bytes + s.returned_bytes) for s in at])
         self.empty = np.tril(np.ones((len(at), len(at)), dtype=bool))
-        self.seconds = _range_sums([s.seconds for s in segments], places) + returned[:, None] + sent
+        compute = _range_sums([s.seconds for s in segments], places)
+        self.seconds = [pace * compute + returned[:, None] + sent for pace in paces]
+        self.mean = float(np.mean([seconds[0, self.last] for seconds in self.seconds])) / len(paces)
         self.held = _range_sums([s.held_bytes for s in segments], places)
         self.saved = _range_sums([s.saved_bytes for s in segments], places)
 
     def solve_exactly(self) -> Cuts | None:
         bytes_of = [self.memory(stage) for stage in range(len(self.in_flight))]
         over = [self.cap is not None and held > self.cap for held in bytes_of]
-        prices = [np.where(self.empty | full, np.inf, self.seconds) for full in over]
+        prices = [
+            np.where(self.empty | full, np.inf, self.seconds_on(stage))
+            for stage, full in enumerate(over)
+        ]
         cuts = self.cut(prices, np.maximum)
         if cuts is None:
             return None
@@ -119,8 +127,9 @@ class _Partitioner:
         A window of `ranks` neighbouring stages has one stage of each rank, so its cuts are solved
         exactly while all others are fixed. The window slides over all stages until convergence.
         """
-        even = [np.where(self.empty, np.inf, self.seconds)] * len(self.in_flight)
-        cuts = self.cut(even, np.maximum)
+        stages = range(len(self.in_flight))
+        alone = [np.where(self.empty, np.inf, self.seconds_on(stage)) for stage in stages]
+        cuts = self.cut(alone, np.maximum)
         assert cuts is not None
         least = np.inf
         while (now := self.pressure(cuts)) < 0.99 * least:
@@ -138,7 +147,8 @@ class _Partitioner:
         for stage in rows:
             run, rank = runs[stage], stage % self.ranks
             memory = self.memory(stage)
-            load = loads[rank] - self.seconds[run] + self.seconds
+            seconds = self.seconds_on(stage)
+            load = loads[rank] - seconds[run] + seconds
             pressure = self._pressure(load, held[rank] - memory[run] + memory)
             prices.append(np.where(self.empty, np.inf, pressure))
         found = self.cut(prices, np.add, (runs[first][0], runs[rows[-1]][1])) or ()
@@ -163,9 +173,8 @@ class _Partitioner:
         return float(self._pressure(loads, self.held_by_rank(cuts)).sum())
 
     def _pressure(self, seconds: Matrix, held: Matrix) -> Matrix:
-        mean = float(self.seconds[0, self.last]) / self.ranks
         full = (held / self.cap) ** (4 * _POWER) if self.cap else 0.0
-        return (seconds / mean) ** _POWER + full
+        return (seconds / self.mean) ** _POWER + full
 
     def cut(
         self,
@@ -196,7 +205,11 @@ class _Partitioner:
         return [*pairwise((0, *cuts, self.last))]
 
     def stage_seconds(self, cuts: Cuts) -> list[float]:
-        return [float(self.seconds[run]) for run in self.runs(cuts)]
+        return [float(self.seconds_on(s)[run]) for s, run in enumerate(self.runs(cuts))]
+
+    def seconds_on(self, stage: int) -> Matrix:
+        """Seconds of each range of segments on the rank of a stage."""
+        return self.seconds[stage % self.ranks]
 
     def held_by_rank(self, cuts: Cuts) -> Matrix:
         return self.sum_by_rank([float(self.memory(s)[r]) for s, r in enumerate(self.runs(cuts))])

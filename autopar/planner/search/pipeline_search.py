@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.simulator.schedules import in_flight, orders
@@ -168,8 +169,8 @@ def open_pipelines(
         if strategy.split_points is not None:
             cuts = _named_cuts(strategy, points)
         elif balanced:
-            cuts = partition_stages(segments, ranks, flights, transfer, cap)
-            cuts = cuts or partition_stages(segments, ranks, flights, transfer)
+            cut = partial(partition_stages, segments, ranks, flights, transfer, paces=setup.paces)
+            cuts = cut(cap) or cut(None)
         uses, rows = points.stages(cuts or ()), rows_of(setup.graph) * micro_batches
         pipeline = Pipeline(ranks, schedule, micro_batches, stages_per_rank, uses, rows)
         yield PipelineEvaluator(setup, pipeline)

@@ -6,12 +6,13 @@ import pytest
 from autopar.planner.evaluate.stage_partition import SLACK, Segment, partition_stages
 
 
-def loads(segments, ranks, cuts, transfer):
+def loads(segments, ranks, cuts, transfer, paces=None):
     """Seconds of each rank."""
+    paces = paces or (1.0,) * ranks
     ends = (0, *cuts, len(segments))
     taken = [0.0] * ranks
     for stage, (first, after) in enumerate(pairwise(ends)):
-        taken[stage % ranks] += sum(s.seconds for s in segments[first:after])
+        taken[stage % ranks] += paces[stage % ranks] * sum(s.seconds for s in segments[first:after])
         taken[stage % ranks] += transfer(segments[first].returned_bytes) if first else 0.0
         taken[stage % ranks] += transfer(segments[after].sent_bytes) if after < ends[-1] else 0.0
     return taken
@@ -25,11 +26,11 @@ def bytes_held(segments, ranks, cuts, in_flight):
     return held
 
 
-def best(segments, ranks, in_flight, transfer, cap):
+def best(segments, ranks, in_flight, transfer, cap, paces=None):
     """Seconds of the slowest rank under the best cuts of all; None if there are none."""
     every = combinations(range(1, len(segments)), len(in_flight) - 1)
     allowed = (c for c in every if max(bytes_held(segments, ranks, c, in_flight)) <= cap)
-    return min((max(loads(segments, ranks, c, transfer)) for c in allowed), default=None)
+    return min((max(loads(segments, ranks, c, transfer, paces)) for c in allowed), default=None)
 
 
 def transfer(nbytes):
@@ -44,31 +45,36 @@ def drawn(rng, count, head):
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 12), (3, 12), (4, 11)])
 @pytest.mark.parametrize("head", [1.0, 6.0])
-def test_no_cuts_are_better(ranks, count, head):
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "unequal"])
+def test_no_cuts_are_better(ranks, count, head, equal):
     rng = random.Random(ranks)
     for _ in range(12):
         segments = drawn(rng, count, head)
         in_flight = [rng.randrange(1, 4) for _ in range(ranks)]
         cap = rng.choice([10**9, 16 * count // ranks])
-        found = partition_stages(segments, ranks, in_flight, transfer, cap)
-        least = best(segments, ranks, in_flight, transfer, cap)
+        paces = () if equal else [rng.choice([0.5, 1.0, 3.0]) for _ in range(ranks)]
+        found = partition_stages(segments, ranks, in_flight, transfer, cap, paces)
+        least = best(segments, ranks, in_flight, transfer, cap, paces)
         assert (found is None) == (least is None)
         if found is not None:
-            assert max(loads(segments, ranks, found, transfer)) <= least * (1 + SLACK)
+            assert max(loads(segments, ranks, found, transfer, paces)) <= least * (1 + SLACK)
             assert max(bytes_held(segments, ranks, found, in_flight)) <= cap
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "count"), [(2, 2, 24), (2, 3, 14), (3, 2, 14)])
 @pytest.mark.parametrize("head", [1.0, 6.0])
-def test_several_stages_on_a_rank_are_near_the_best(ranks, chunks, count, head):
+@pytest.mark.parametrize(("slow", "most"), [(1.0, 1.16), (2.0, 1.22)], ids=["equal", "unequal"])
+def test_several_stages_on_a_rank_are_near_the_best(ranks, chunks, count, head, slow, most):
+    """The search is local: with a slow rank more of its optima are worse."""
     rng, worse = random.Random(1), []
     in_flight = [1] * (ranks * chunks)
     for _ in range(6):
         segments = drawn(rng, count, head)
-        found = partition_stages(segments, ranks, in_flight, transfer)
-        least = best(segments, ranks, in_flight, transfer, 10**9)
-        worse.append(max(loads(segments, ranks, found, transfer)) / least)
-    assert max(worse) < 1.16 * (1 + SLACK)
+        paces = [1.0] * (ranks - 1) + [slow]
+        found = partition_stages(segments, ranks, in_flight, transfer, paces=paces)
+        least = best(segments, ranks, in_flight, transfer, 10**9, paces)
+        worse.append(max(loads(segments, ranks, found, transfer, paces)) / least)
+    assert max(worse) < most * (1 + SLACK)
     assert sum(worse) / len(worse) < 1.07 * (1 + SLACK)
 
 
