@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import shutil
 import statistics
 import tempfile
@@ -81,8 +82,7 @@ def train(rank: int, port: int, options: argparse.Namespace, folder: Path, pipe:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     begins = ways(model, optimizer, folder)
     for number in range(options.rounds + 1):
-        for turn in range(len(WAYS)):
-            name = WAYS[(turn + number) % len(WAYS)]
+        for name in random.Random(number).sample(WAYS, len(WAYS)):  # some slow the next one down
             dist.barrier()
             begin = time.perf_counter()
             finish = begins[name]()
