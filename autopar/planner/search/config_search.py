@@ -287,10 +287,14 @@ class _ConfigSearch:
         if self.strategy.recompute is not None:
             return None
         for level in LEVELS[1:]:
+            levels = dict(config.recompute)
+            own = [LEVELS.index(levels[block]) for block in self.raise_order]
+            if max(own) > LEVELS.index(level):
+                continue  # some blocks recompute more already
             with_blocks = partial(self.recomputing, config, level)
             highest = with_blocks(len(self.raise_order))
             if self.fits(self.evaluate(highest)):
-                return self.fewest_blocks(with_blocks)
+                return self.fewest_blocks(with_blocks, own.count(LEVELS.index(level)))
             config = highest
         return None
 
@@ -315,13 +319,16 @@ class _ConfigSearch:
 
         return self.fewest_blocks(with_blocks)
 
-    def fewest_blocks(self, with_blocks: Callable[[int], CandidateConfig]) -> Candidate:
+    def fewest_blocks(
+        self, with_blocks: Callable[[int], CandidateConfig], low: int = 0
+    ) -> Candidate:
         """The candidate with the smallest number of raised blocks that fits.
 
-        Raising every block must fit, and raising none must not. Bytes are nearly linear in the
-        number of blocks, so interpolation comes first, and bisection where it converges slowly.
+        Raising every block must fit, and raising the first `low` must not. Bytes are nearly linear
+        in the number of blocks, so interpolation comes first, and bisection where it converges
+        slowly.
         """
-        low, high, interpolate = 0, len(self.raise_order), True
+        high, interpolate = len(self.raise_order), True
 
         def excess(count: int) -> int:
             assert self.cap is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -116,6 +117,9 @@ def _plan_unpipelined(
     """The fastest plan that fits: with the fastest partition, else with leaner ones."""
     strategy, cap = problem.strategy, problem.cap_on(machine.cluster)
     evaluators = [build_evaluator(problem, graph, machine, context)]
+    if first is not None:
+        with contextlib.suppress(OutOfMemoryError):  # leaner partitions take as long to solve
+            return search_configs(evaluators, strategy, cap, context.incumbent_s, first)
     if strategy.axes and cap is not None:
         plain = default_config(strategy, problem.blocks, 0)  # neither ZeRO nor recomputation
         if evaluators[0].evaluate(plain).needed_bytes > cap:

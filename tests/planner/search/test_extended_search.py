@@ -106,6 +106,25 @@ def test_a_plan_that_does_not_fit_whole_recomputes_more() -> None:
     assert found.prediction.needed_bytes <= (own.memory or 0)
 
 
+def test_recomputation_is_never_lowered_on_the_way() -> None:
+    graphs, own = {1: captured(8, 1, CACHE)}, problem(zero=1)
+    machine, blocks = known_machine(own, 1), [*filter(None, own.blocks)]
+    config = default_config(own.strategy, own.blocks, 1)
+    levels = dict.fromkeys(own.blocks, "selective") | dict.fromkeys(blocks[:1], "full")
+    config = replace(config, recompute=tuple(levels.items()))  # type: ignore[arg-type]
+    pinned = [problem(zero=1, recompute=level) for level in ("selective", "full")]
+    costs = [plan_fixed_mesh(each, graphs, machine).prediction for each in pinned]
+    needed = [cost.needed_bytes for cost in costs if cost is not None]
+    own = replace(own, memory=sum(needed) // 2)
+    tried: list[Plan] = []
+    context = SearchContext(on_candidate=tried.append)
+    found = plan_fixed_mesh(own, graphs, machine, context, config)
+    assert all(dict(plan.recompute)[blocks[0]] == "full" for plan in tried)
+    assert 1 < sum(level == "full" for _, level in found.recompute) <= len(own.blocks)
+    assert found.prediction is not None
+    assert found.prediction.needed_bytes <= (own.memory or 0)
+
+
 def test_plans_in_a_row_share_captures() -> None:
     made: list[int] = []
 
