@@ -68,17 +68,18 @@ def search_configs(
     """
     plans: list[Plan] = []
     failures: list[OutOfMemoryError] = []
-    for evaluator in evaluators:
-        if plans and not evaluator.setup.deadline():
-            break
-        try:
+    try:
+        for evaluator in evaluators:
             search = _ConfigSearch(evaluator, strategy, cap, incumbent_s, first, unscheduled)
-            plans.append(search.plan())
-        except OutOfMemoryError as failure:
-            failures.append(failure)
-        except TimeIsOver:
-            if not plans:
-                raise
+            try:
+                plans.append(search.plan())
+            except OutOfMemoryError as failure:
+                failures.append(failure)
+            if plans and not evaluator.setup.deadline():
+                break  # before the next one is built
+    except TimeIsOver:
+        if not plans:
+            raise
     if not plans:
         raise min(failures, key=lambda failure: failure.shortfall)
     best = min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autopar.cost_model.cluster.cluster import Cluster
@@ -115,19 +114,32 @@ def _plan_unpipelined(
     first: CandidateConfig | None,
 ) -> Plan:
     """The fastest plan that fits: with the fastest partition, else with leaner ones."""
+    fastest = build_evaluator(problem, graph, machine, context)
+    cap = problem.cap_on(machine.cluster)
+    evaluators = _from_the_fastest(fastest, problem, graph, machine, context)
+    best = search_configs(evaluators, problem.strategy, cap, context.incumbent_s, first)
+    same = _layouts(best) == _layouts(fastest.setup.base)
+    return best if same else replace(best, notes=(*best.notes, LEANER))
+
+
+def _from_the_fastest(
+    fastest: SpmdEvaluator,
+    problem: PlanningProblem,
+    graph: TrainingGraph,
+    machine: Machine,
+    context: SearchContext,
+) -> Iterator[SpmdEvaluator]:
+    """The evaluator with the fastest partition, then with leaner ones if need be.
+
+    A leaner partition takes long to solve, so it is solved once the search has come to it.
+    """
+    yield fastest
     strategy, cap = problem.strategy, problem.cap_on(machine.cluster)
-    evaluators = [build_evaluator(problem, graph, machine, context)]
-    if first is not None:
-        with contextlib.suppress(OutOfMemoryError):  # leaner partitions take as long to solve
-            return search_configs(evaluators, strategy, cap, context.incumbent_s, first)
-    if strategy.axes and cap is not None:
-        plain = default_config(strategy, problem.blocks, 0)  # neither ZeRO nor recomputation
-        if evaluators[0].evaluate(plain).needed_bytes > cap:
-            evaluators += [
-                build_evaluator(problem, graph, machine, context, memory=int(cap * share))
-                for share in LEANER_PARTITIONS
-            ]
-    best = search_configs(evaluators, strategy, cap, context.incumbent_s, first)
-    if len(evaluators) == 1 or best.partitions == evaluators[0].setup.base.partitions:
-        return best
-    return replace(best, notes=(*best.notes, LEANER))
+    plain = default_config(strategy, problem.blocks, 0)  # neither ZeRO nor recomputation
+    if strategy.axes and cap is not None and fastest.evaluate(plain).needed_bytes > cap:
+        for share in LEANER_PARTITIONS:
+            yield build_evaluator(problem, graph, machine, context, memory=int(cap * share))
+
+
+def _layouts(plan: Plan) -> list[object]:
+    return [(own.axis, own.parameters, own.strategies) for own in plan.partitions]
