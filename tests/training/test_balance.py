@@ -113,8 +113,8 @@ class Blocks(torch.nn.Module):
         return (self.down(x) - y).square().mean()
 
 
-def stages_by_speed(rank: int, world_size: int) -> tuple[int, float, float]:
-    """Rank 1 is three times as slow; returns the blocks of this rank's stage, and errors."""
+def stages_by_speed(rank: int, world_size: int) -> tuple[int, float]:
+    """Rank 1 is three times as slow; returns the weights of this rank's stage, and the error."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain = Blocks()
@@ -125,20 +125,17 @@ def stages_by_speed(rank: int, world_size: int) -> tuple[int, float, float]:
         model = autopar.compile(Blocks(), strategy=strategy, example_inputs=inputs)
     assert model.plan is not None
     assert model.plan.pipeline is not None
-    assert model.plan.prediction is not None
-    slow, fast = (s.forward_s for s in reversed(model.plan.prediction.stages))
     held = sum(name.endswith("weight") for name in model.plan.pipeline.held(rank))
     expected, found = train(plain, (), 8), train(model, ((), (), ()), 8)
     errors = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
-    return held, max(errors), slow / fast
+    return held, max(errors)
 
 
 def test_stages_follow_the_speeds() -> None:
-    (first, error, ratio), (second, other, _) = run(stages_by_speed, 2)
+    (first, error), (second, other) = run(stages_by_speed, 2)
     assert first + second == 9
     assert 6 <= first <= 8
     assert max(error, other) < 1e-12
-    assert 0.5 < ratio < 2.0  # of three times fewer blocks at a third of the pace
 
 
 def refuse(rank: int, world_size: int) -> None:
