@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.ir.placement import proportional_rows
 from benchmarks.models import GPT
-from benchmarks.unequal.steps import step
+from benchmarks.unequal.steps import medians, step, turn
 
 VOCABULARY, WIDTH, TOKENS, LAYERS = 256, 128, 64, 4
 
@@ -27,18 +27,16 @@ def race(rows: int, rounds: int) -> dict[str, Any]:
     for _ in range(10):
         step(model, optimizer, ids)
     seen = proportional_rows(rows, model.rebalance())[0]
-    times: dict[int, list[float]] = {first: [] for first in range(1, rows)}
-    for number in range(rounds + 1):
-        for first, found in times.items():
-            model.divide_rows((float(first), float(rows - first)))
-            block = [step(model, optimizer, ids) for _ in range(3)][1:]
-            if number:  # the first round makes the programs
-                found += block
-    medians = {first: statistics.median(found) for first, found in times.items()}
-    best = min(medians, key=medians.__getitem__)
+
+    def divided(first: int) -> list[float]:
+        model.divide_rows((float(first), float(rows - first)))
+        return turn(model, optimizer, ids)
+
+    times = medians({first: partial(divided, first) for first in range(1, rows)}, rounds)
+    best = min(times, key=times.__getitem__)
     named = {"even": rows // 2, "measured": measured, "rebalanced": seen, "best": best}
     result: dict[str, Any] = {"rows": rows, "rows_of_rank_0": named}
-    result["step_ms"] = {name: round(1e3 * medians[n], 2) for name, n in named.items()}
-    result["over_best"] = {name: round(medians[n] / medians[best], 3) for name, n in named.items()}
-    result["all_ms"] = {str(n): round(1e3 * value, 2) for n, value in medians.items()}
+    result["step_ms"] = {name: round(1e3 * times[n], 2) for name, n in named.items()}
+    result["over_best"] = {name: round(times[n] / times[best], 3) for name, n in named.items()}
+    result["all_ms"] = {str(n): round(1e3 * value, 2) for n, value in times.items()}
     return result

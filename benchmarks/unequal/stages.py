@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 from typing import Any
 
 import torch
 
 import autopar
 from benchmarks.models import GPT
-from benchmarks.unequal.steps import step
+from benchmarks.unequal.steps import medians, turn
 
 VOCABULARY, WIDTH, TOKENS, LAYERS = 256, 128, 64, 8
 MICRO_BATCHES = 4
-ROUNDS_OF_STEPS = 3
 
 
 def contenders(net: dict[str, Any], inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -36,19 +35,16 @@ def race(rows: int, rounds: int) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (rows, TOKENS))
     net = {"layers": LAYERS, "vocabulary": VOCABULARY, "tied": False, "width": WIDTH, "heads": 4}
     models = contenders(net, (ids, ids))
-    optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(rounds + 1):
-        for name, model in models.items():
-            found = [step(model, optimizers[name], ids) for _ in range(ROUNDS_OF_STEPS)][1:]
-            if number:  # the first round makes the programs
-                times[name] += found
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    best = min(medians, key=medians.__getitem__)
+    turns = {
+        name: partial(turn, model, torch.optim.AdamW(model.parameters()), ids)
+        for name, model in models.items()
+    }
+    times = medians(turns, rounds)
+    best = min(times, key=times.__getitem__)
     return {
         "rows": rows,
         "cuts": {name: models[name].plan.pipeline.starts[0] for name in ("even", "measured")},
         "best": best,
-        "over_best": {name: round(own / medians[best], 3) for name, own in medians.items()},
-        "all_ms": {name: round(1e3 * own, 2) for name, own in medians.items()},
+        "over_best": {name: round(own / times[best], 3) for name, own in times.items()},
+        "all_ms": {name: round(1e3 * own, 2) for name, own in times.items()},
     }

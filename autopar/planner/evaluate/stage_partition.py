@@ -102,7 +102,8 @@ class _Partitioner:
         self.crossing = np.array([float(s.sent_bytes + s.returned_bytes) for s in at])
         self.empty = np.tril(np.ones((len(at), len(at)), dtype=bool))
         compute = _range_sums([s.seconds for s in segments], places)
-        self.seconds = [pace * compute + returned[:, None] + sent for pace in paces]
+        by_pace = {pace: pace * compute + returned[:, None] + sent for pace in set(paces)}
+        self.seconds = [by_pace[pace] for pace in paces]
         self.mean = float(np.mean([seconds[0, self.last] for seconds in self.seconds])) / len(paces)
         self.held = _range_sums([s.held_bytes for s in segments], places)
         self.saved = _range_sums([s.saved_bytes for s in segments], places)

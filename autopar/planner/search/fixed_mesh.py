@@ -118,7 +118,7 @@ def _plan_unpipelined(
     cap = problem.cap_on(machine.cluster)
     evaluators = _from_the_fastest(fastest, problem, graph, machine, context)
     best = search_configs(evaluators, problem.strategy, cap, context.incumbent_s, first)
-    same = _layouts(best) == _layouts(fastest.setup.base)
+    same = _divisions(best) == _divisions(fastest.setup.base)
     return best if same else replace(best, notes=(*best.notes, LEANER))
 
 
@@ -141,5 +141,6 @@ def _from_the_fastest(
             yield build_evaluator(problem, graph, machine, context, memory=int(cap * share))
 
 
-def _layouts(plan: Plan) -> list[object]:
+def _divisions(plan: Plan) -> list[object]:
+    """Placements and strategies along each axis, without the sizes of buckets."""
     return [(own.axis, own.parameters, own.strategies) for own in plan.partitions]

@@ -10,7 +10,7 @@ from autopar.plan.prediction import StagePrediction
 from tests.planner.problems import evaluator_of, problem_of
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
-"""Of four ranks, two to a stage; the slowest of a stage counts."""
+"""Speeds of four ranks, two to a stage; the slowest of a stage counts."""
 
 
 def stages(speeds: tuple[float, ...], **more: object) -> tuple[StagePrediction, ...]:
