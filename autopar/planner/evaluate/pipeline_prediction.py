@@ -14,6 +14,7 @@ from autopar.cost_model.cost import Cost
 from autopar.cost_model.memory.host_memory import HostMemory
 from autopar.cost_model.simulator.exposure import by_cause, worst
 from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost
+from autopar.cost_model.simulator.pipeline_transfers import inputs_ahead, with_transfers
 from autopar.cost_model.simulator.schedules import Orders, in_flight
 from autopar.cost_model.simulator.step import Simulation
 from autopar.cost_model.simulator.streams import COMPUTE, Event
@@ -133,13 +134,12 @@ class SimulatedPipeline:
 
     @cached_property
     def memories(self) -> list[RankMemory]:
-        return [
-            memory_of_rank(
-                self.orders[rank],
-                {stage: self.stages[stage].memory for stage in self.pipeline.stages_of(rank)},
-            )
-            for rank in range(self.pipeline.ranks)
-        ]
+        found = []
+        actions = with_transfers(self.orders, hoisted=not self.on_gpus)
+        for rank, order in enumerate(self.orders):
+            own = {stage: self.stages[stage].memory for stage in self.pipeline.stages_of(rank)}
+            found.append(memory_of_rank(order, inputs_ahead(actions[rank]), own))
+        return found
 
     def prediction(self) -> Prediction:
         """Times of the rank with the most compute, and memory of the rank with the highest peak."""

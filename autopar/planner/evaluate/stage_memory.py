@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.kernels.aliases import find_storages
 from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.cost_model.simulator.pipeline_transfers import Input
 from autopar.cost_model.simulator.schedules import ENDS, Action
 from autopar.cost_model.simulator.step import Simulation
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
@@ -70,7 +71,7 @@ class StageMemory:
         split_backward: bytes kept between the two parts of a backward.
         sent: bytes kept alive only by messages, after the forward and after the backward; torch
             frees both at the end of a schedule.
-        received: bytes that a forward and a backward receive, allocated one action ahead.
+        received: bytes that a forward and a backward receive.
     """
 
     always: Bytes
@@ -166,11 +167,14 @@ class RankMemory:
 
 
 def memory_of_rank(
-    order: Sequence[Action], stages: Mapping[int, tuple[StageMemory, StageMemory]]
+    order: Sequence[Action],
+    ahead: Sequence[Sequence[Input]],
+    stages: Mapping[int, tuple[StageMemory, StageMemory]],
 ) -> RankMemory:
     """Memory of a rank from its first action to the optimizer's step.
 
-    Each stage has the memory of a micro-batch before the last one, and of the last one.
+    At each action there is room for the inputs of later ones that are `ahead`. Each stage has the
+    memory of a micro-batch before the last one, and of the last one.
     """
     standing = sum(
         (last.always for _, last in stages.values()), np.zeros(len(CATEGORIES), np.int64)
@@ -191,11 +195,8 @@ def memory_of_rank(
         base[_SAVED] += sum(n * stages[s][0].saved for s, n in flying.items())
         base[_SAVED] += sum(n * stages[s][0].split_backward for s, n in halved.items())
         base[_GRADIENTS] += sum(nbytes for s, nbytes in summed.items() if s != stage)
-        ahead = order[index + 1 : index + 2]
         base[_FLYING] += sending
-        for later in ahead:
-            forth, back = stages[later.stage][0].received
-            base[_FLYING] += {"F": forth, "W": 0}.get(later.kind, back)
+        base[_FLYING] += sum(stages[s][0].received[kind == "B"] for kind, s in ahead[index])
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
         forth, back = more.sent

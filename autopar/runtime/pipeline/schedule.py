@@ -15,13 +15,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from autopar._torch import (
-    PipelineAction,
-    PipelineRuntime,
-    PipelineStageBase,
-    PipelineWork,
-    add_transfers,
-)
+from autopar._torch import PipelineRuntime, PipelineStageBase
+from autopar.cost_model.simulator.pipeline_transfers import with_transfers
 from autopar.cost_model.simulator.schedules import Orders
 from autopar.ir.roles import StageInput, StageOutput
 from autopar.passes.core.node_builder import dims_by_stride
@@ -76,7 +71,6 @@ class Schedule:
     @cached_property
     def _runtime(self) -> PipelineRuntime:
         """Torch's runtime, with the actions of the schedule and transfers between them."""
-        ranks = len(self.orders)
         count = 1 + max(action.stage for order in self.orders for action in order)
         stages = [
             _TorchStage(stage, count, self.device, self.group)  # type: ignore[arg-type]
@@ -85,37 +79,10 @@ class Schedule:
         runtime = PipelineRuntime(
             stages, self.micro_batches, scale_grads=False, backward_requires_autograd=False
         )
-        actions = {
-            rank: [PipelineAction(a.stage, PipelineWork(a.kind), a.micro) for a in order]
-            for rank, order in enumerate(self.orders)
-        }
-        with_transfers = add_transfers(actions, lambda s: s % ranks, count)
-        if self.device.type == "cpu":
-            with_transfers = {r: hoist_receives(order) for r, order in with_transfers.items()}
-        runtime.pipeline_order_with_comms = with_transfers
+        actions = with_transfers(self.orders, hoisted=self.device.type == "cpu")
+        runtime.pipeline_order_with_comms = {r: list(own) for r, own in enumerate(actions)}
         runtime._stages_forward_initialized = True  # shapes need no inference
         return runtime
-
-
-def hoist_receives(actions: Iterable[PipelineAction]) -> list[PipelineAction]:
-    """Moves each receive before the preceding work, so that transfers overlap with it.
-
-    gloo sends only what the peer has asked for. Receives from one rank keep their order.
-    """
-    found: list[PipelineAction] = []
-    for action in actions:
-        place = len(found)
-        if action.computation_type in _RECEIVES:
-            works = (
-                i for i in reversed(range(place)) if found[i].computation_type not in _TRANSFERS
-            )
-            place = next(works, place)
-        found.insert(place, action)
-    return found
-
-
-_RECEIVES = (PipelineWork.RECV_F, PipelineWork.RECV_B)
-_TRANSFERS = (*_RECEIVES, PipelineWork.SEND_F, PipelineWork.SEND_B)
 
 
 class _TorchStage(PipelineStageBase):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.cost_model.simulator.pipeline_transfers import inputs_ahead, with_transfers
 from autopar.cost_model.simulator.schedules import orders
 from autopar.ir.roles import Gradient, Parameter, StageInput, StageOutput
 from autopar.planner.evaluate.stage_memory import (
@@ -51,7 +52,7 @@ def stage(given=False, between=0, sent=(0, 0), received=(0, 0)):
 def rank_of(schedule, micro, chunks=1, given=False):
     (order, *_) = orders(schedule, 2, micro, chunks)
     stages = {s: (stage(), stage(given)) for s in range(0, 2 * chunks, 2)}
-    return order, memory_of_rank(order, stages)
+    return order, memory_of_rank(order, [()] * len(order), stages)
 
 
 def test_gradients_are_kept_from_the_first_backward_on():
@@ -89,7 +90,7 @@ def test_stages_of_a_rank_add_up_and_the_update_is_last():
 def test_what_lies_between_the_parts_of_a_backward_counts(rank, waiting):
     """Later ranks leave gradients of parameters for later: they hold the more of it."""
     order, own = orders("zero_bubble", 2, 8)[rank], stage(between=3 * SAVED)
-    memory = memory_of_rank(order, {rank: (own, own)})
+    memory = memory_of_rank(order, [()] * len(order), {rank: (own, own)})
     flying = 2 - waiting  # a second micro-batch, if it is not within its backward too
     assert memory.by_category["saved"] == waiting * 3 * SAVED + flying * SAVED
 
@@ -97,7 +98,7 @@ def test_what_lies_between_the_parts_of_a_backward_counts(rank, waiting):
 def test_what_is_sent_is_kept_until_the_schedule_ends():
     """The runtime waits for all that it sent behind the last action."""
     (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 4))
-    memory = memory_of_rank(order, {0: (own, own)})
+    memory = memory_of_rank(order, [()] * len(order), {0: (own, own)})
     flying = memory.table[IN_FLIGHT]
     assert flying[-2] == 4 * 3 + 3 * 4  # in the last backward
     assert flying[-1] == 0
@@ -126,8 +127,9 @@ def test_a_received_value_that_a_stage_passes_on_is_kept_too():
 
 def test_there_is_room_for_what_comes_next():
     """Stage 1 is sent 3 bytes by the one below for each forward, and nothing for backwards."""
-    (_, order), own = orders("gpipe", 2, 2), stage(received=(3, 0))
-    memory = memory_of_rank(order, {1: (own, own)})
+    made, own = orders("gpipe", 2, 2), stage(received=(3, 0))
+    ahead = inputs_ahead(with_transfers(made, hoisted=True)[1])
+    memory = memory_of_rank(made[1], ahead, {1: (own, own)})
     flying = dict(
         zip((action for action, _ in memory.points), memory.table[IN_FLIGHT], strict=True)
     )

@@ -1,0 +1,63 @@
+"""`with_transfers`: the actions of a pipeline's ranks, with the transfers between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+from autopar._torch import PipelineAction, PipelineWork, add_transfers
+from autopar.cost_model.simulator.schedules import Kind, Orders
+
+RECEIVES: Mapping[PipelineWork, Kind] = {PipelineWork.RECV_F: "F", PipelineWork.RECV_B: "B"}
+TRANSFERS = (*RECEIVES, PipelineWork.SEND_F, PipelineWork.SEND_B)
+
+Actions = tuple[PipelineAction, ...]
+Input = tuple[Kind, int]
+"""An input of a forward or a backward, "F" or "B", of a stage."""
+
+
+@lru_cache(maxsize=32)
+def with_transfers(orders: Orders, *, hoisted: bool) -> tuple[Actions, ...]:
+    """Adds the sends and receives of torch's runtime to the actions of each rank.
+
+    A receive stands where the peer sends, which can be several actions before its use. `hoisted`
+    receives stand before the preceding work too, so that transfers overlap with it: gloo sends only
+    what the peer has asked for.
+    """
+    ranks = len(orders)
+    stages = 1 + max(action.stage for order in orders for action in order)
+    actions = {
+        rank: [PipelineAction(a.stage, PipelineWork(a.kind), a.micro) for a in order]
+        for rank, order in enumerate(orders)
+    }
+    found = add_transfers(actions, lambda stage: stage % ranks, stages)
+    hoist = hoist_receives if hoisted else tuple[PipelineAction, ...]
+    return tuple(hoist(found[rank]) for rank in range(ranks))
+
+
+def hoist_receives(actions: Iterable[PipelineAction]) -> Actions:
+    """Moves each receive before the preceding work. Receives from one rank keep their order."""
+    found: list[PipelineAction] = []
+    for action in actions:
+        place = len(found)
+        if action.computation_type in RECEIVES:
+            works = (
+                i for i in reversed(range(place)) if found[i].computation_type not in TRANSFERS
+            )
+            place = next(works, place)
+        found.insert(place, action)
+    return tuple(found)
+
+
+def inputs_ahead(actions: Iterable[PipelineAction]) -> list[list[Input]]:
+    """Inputs of later actions for which a rank has made room, at each of its actions."""
+    found: list[list[Input]] = []
+    waiting: dict[tuple[str, int, int | None], Input] = {}
+    for action in actions:
+        kind, stage, micro = action.computation_type, action.stage_index, action.microbatch_index
+        if kind in RECEIVES:
+            waiting[RECEIVES[kind], stage, micro] = RECEIVES[kind], stage
+        elif kind not in TRANSFERS:
+            waiting.pop(("F" if kind == PipelineWork.FORWARD else "B", stage, micro), None)
+            found.append(list(waiting.values()))
+    return found
