@@ -121,7 +121,8 @@ class StageMemory:
         """Memory of an action, with `summed` bytes of gradients of earlier micro-batches."""
         if action.kind == "W":
             rows = np.zeros((len(CATEGORIES), 1), np.int64)
-            rows[[_SAVED, _GRADIENTS], 0] = self.split_backward, summed + self.largest
+            made = summed + self.largest if summed else self.summed
+            rows[[_SAVED, _GRADIENTS], 0] = self.split_backward, made
             return PhaseMemory(np.zeros(1), rows)
         half = self.forward if action.kind == "F" else self.backward
         if action.kind == "I":

@@ -95,6 +95,13 @@ def test_what_lies_between_the_parts_of_a_backward_counts(rank, waiting):
     assert memory.by_category["saved"] == waiting * 3 * SAVED + flying * SAVED
 
 
+def test_a_split_backward_of_one_micro_batch_ends_with_all_gradients():
+    order, own = orders("zero_bubble", 2, 1)[1], stage(between=SAVED)
+    memory = memory_of_rank(order, [()] * len(order), {1: (own, own)})
+    assert str(order[-1]) == "1W0"
+    assert memory.table[CATEGORIES.index("gradients"), -2] == SUMMED
+
+
 def test_what_is_sent_is_kept_until_the_schedule_ends():
     """The runtime waits for all that it sent behind the last action."""
     (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 4))
