@@ -22,13 +22,14 @@ class Outer:
     Attributes:
         lr: learning rate of the outer SGD; 1 without momentum takes the average itself.
         momentum: Nesterov momentum of the outer SGD.
-        over: "all" groups, or each with its two neighbours on a "ring" (D-PSGD).
+        over: "all" groups, or each with its two neighbours on a "ring": D-PSGD, or with momentum
+            SlowMo (Wang et al. 2019).
         weights: weights of groups: "equal", or by their "rows" since the last round.
         participants: number of groups, drawn anew in each round, whose change counts. The
             others take over the result. None for all.
         late: whether averages are sent beside compute, and taken up `delay` steps later.
         delay: optimizer steps until a late average is taken up, at most `sync_every`; None for a
-            quarter of a round.
+            sixth of a round.
         warm_up: first steps, in which all groups average their gradients at each step.
         compress: "bf16" or "int8" for the messages of rounds; None for none.
         blocks: parts of the model, each with its own round, spread over `sync_every` steps.
@@ -64,11 +65,11 @@ class Outer:
             choice("compress", self.compress, ("bf16", "int8"))
         count("blocks", self.blocks)
         count("seed", self.seed, 0)
-        plain = self.lr, self.momentum, self.weights, self.participants, self.late, self.compress
-        if self.over == "ring" and plain != (1, 0, "equal", None, False, None):
+        plain = self.weights, self.participants, self.late, self.compress
+        if self.over == "ring" and plain != ("equal", None, False, None):
             raise StrategyError(
-                "over='ring' averages parameters of neighbours alone: leave lr, momentum, weights, "
-                "participants, late and compress out"
+                "over='ring' averages parameters of neighbours alone: leave weights, participants, "
+                "late and compress out"
             )
         if self.late and self.compress == "int8":
             raise StrategyError(
@@ -127,7 +128,7 @@ class LocalSteps:
         """Steps from the end of a round until its average is taken up, 0 if not late."""
         if not self.outer.late:
             return 0
-        return self.outer.delay or max(1, self.sync_every // 4)
+        return self.outer.delay or max(1, self.sync_every // 6)
 
     @staticmethod
     def named(text: str) -> bool:

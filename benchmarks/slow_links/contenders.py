@@ -19,10 +19,10 @@ LOCAL: Mapping[str, Outer] = {
     "ring": Outer(over="ring"),
     "fedavg, 2 of 3": Outer(weights="rows", participants=2),
     "ring, warm-up": Outer(over="ring", warm_up=60),
+    "ring, momentum, warm-up": Outer(lr=0.7, momentum=0.6, over="ring", warm_up=60),
     "fedavg, 2 of 3, warm-up": Outer(
         lr=0.7, momentum=0.6, weights="rows", participants=2, warm_up=60
     ),
-    "late by 2 steps, warm-up": Outer(lr=0.7, momentum=0.6, late=True, delay=2, warm_up=60),
     "late, warm-up": Outer(lr=0.7, momentum=0.7, late=True, warm_up=60),
 }
 """Averages of autopar's local steps."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +99,22 @@ class Replicas:
                 self.take_up()
             if apart < 0 or apart % every:
                 return
-            exchange(self.blocks, plain=not apart)
+            exchange(self.blocks, self._shares(drawn=apart > 0), plain=not apart)
         if self.setting.averages_adam:
             moments = [
                 [v for state in adam.state.values() for v in state.values() if v.dim()]
                 for adam in self.adams
             ]
             self._average(moments)
+
+    def _shares(self, *, drawn: bool) -> list[float]:
+        """Return the share of each group in an average, drawn as `Rounds` draws."""
+        count, outer = len(self.models), self.outer
+        among: Sequence[int] = range(count)
+        if drawn and outer is not None and outer.participants:
+            draw = random.Random(f"{outer.seed} 1 {self.steps}")
+            among = draw.sample(range(count), outer.participants)
+        return [(group in among) / len(among) for group in range(count)]
 
     def take_up(self) -> None:
         """Put a late average in its place, in all groups."""
@@ -128,17 +138,34 @@ class Replicas:
         return made
 
 
-def exchange(blocks: Sequence[Block], *, plain: bool) -> None:
+def exchange(blocks: Sequence[Block], shares: Sequence[float], *, plain: bool) -> None:
     """Have a round of all groups, as `Block.average` has it on ranks."""
     changes = [block._changes() for block in blocks]
-    mean = {name: sum(each[name] for each in changes) / len(changes) for name in changes[0]}
-    for block, own in zip(blocks, changes, strict=True):
+    ring = blocks[0].outer.over == "ring"
+    means = _of_neighbours(blocks) if ring else [_weighted(changes, shares)] * len(blocks)
+    for block, own, mean in zip(blocks, changes, means, strict=True):
         if block.outer.late and not plain:
             block.sent = own
             block._landed = {name: value.clone() for name, value in mean.items()}
         else:
             block._step(mean, plain=plain)
             block._set({})
+
+
+def _weighted(changes: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dict[str, Any]:
+    names = changes[0]
+    return {n: sum(s * c[n] for s, c in zip(shares, changes, strict=True)) for n in names}
+
+
+def _of_neighbours(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Return the way from each group's anchor to the mean of its neighbours and itself."""
+    found, count = [], len(blocks)
+    for group, block in enumerate(blocks):
+        near = {group, (group - 1) % count, (group + 1) % count}
+        own = block.anchors.items()
+        mean = {n: sum(blocks[each].tensors[n] for each in near) / len(near) - a for n, a in own}
+        found.append(mean)
+    return found
 
 
 def train(setting: Setting, outer: Outer | None, text: Tensor, held_out: Tensor) -> dict[str, Any]:

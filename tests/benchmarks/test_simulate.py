@@ -18,6 +18,8 @@ OUTERS = [
     Outer(warm_up=2),
     Outer(late=True, warm_up=2),
     Outer(late=True, delay=2, momentum=0.5),
+    Outer(over="ring", lr=0.7, momentum=0.6, warm_up=1),
+    Outer(lr=0.7, momentum=0.6, participants=2, seed=3),
 ]
 
 

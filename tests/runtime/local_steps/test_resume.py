@@ -17,7 +17,7 @@ f64 = torch.float64
 CASES = {
     "diloco": Outer(lr=0.7, momentum=0.9, blocks=2),
     "late": Outer(late=True, delay=2, momentum=0.5, weights="rows"),
-    "ring": Outer(over="ring"),
+    "ring": Outer(over="ring", lr=0.7, momentum=0.6),
 }
 
 
@@ -116,7 +116,13 @@ def test_contradictions_are_told(options: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"over": "mean"}, {"over": "ring", "lr": 0.5}, {"momentum": 1.0}, {"late": 1}, {"delay": 2}],
+    [
+        {"over": "mean"},
+        {"over": "ring", "late": True},
+        {"momentum": 1.0},
+        {"late": 1},
+        {"delay": 2},
+    ],
 )
 def test_averagings_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(autopar.StrategyError, match=next(iter(options))):

@@ -51,10 +51,10 @@ class Simulation:
         self.optimizers = [optimizer(model.parameters()) for model in self.models]
         self.parts = parts_of(self.models[0], outer.blocks)
         self.anchors = [values(model) for model in self.models]
-        self.velocity = {name: torch.zeros_like(v) for name, v in self.anchors[0].items()}
+        self.velocity = [{n: torch.zeros_like(v) for n, v in own.items()} for own in self.anchors]
         self.sent: list[Values] = [{} for _ in range(groups)]
         self.arriving: Values = {}
-        self.delay = 0 if not outer.late else outer.delay or max(1, every // 4)
+        self.delay = 0 if not outer.late else outer.delay or max(1, every // 6)
         self.seen = [[0] * groups for _ in self.parts]
         self.steps = 0
 
@@ -113,13 +113,6 @@ class Simulation:
     @torch.no_grad()
     def average(self, name: str, shares: list[float]) -> None:
         own = [dict(model.named_parameters())[name] for model in self.models]
-        count = len(own)
-        if self.outer.over == "ring":
-            before = [p.clone() for p in own]
-            for group, p in enumerate(own):
-                near = {group, (group - 1) % count, (group + 1) % count}
-                p.copy_(sum(before[each] for each in near) / len(near))
-            return
         changes = [p - anchors[name] for p, anchors in zip(own, self.anchors, strict=True)]
         mean = sum(share * change for share, change in zip(shares, changes, strict=True))
         if self.outer.late:
@@ -127,24 +120,32 @@ class Simulation:
             for group, p in enumerate(own):
                 self.sent[group][name] = p.clone()
             return
-        for group, (p, anchor) in enumerate(zip(own, self.stepped(name, mean), strict=True)):
-            self.anchors[group][name] = anchor
-            p.copy_(anchor)
+        means = self.near(name, own) if self.outer.over == "ring" else [mean] * len(own)
+        for group, p in enumerate(own):
+            p.copy_(self.stepped(group, name, means[group]))
 
-    def stepped(self, name: str, mean: Tensor) -> list[Tensor]:
-        """Anchors after a step of the outer optimizer."""
-        velocity = self.velocity[name].mul_(self.outer.momentum).add_(mean)
+    def near(self, name: str, own: Sequence[Tensor]) -> list[Tensor]:
+        """The way from each group's anchor to the mean of its neighbours and itself."""
+        count, means = len(own), []
+        for group, anchors in enumerate(self.anchors):
+            near = {group, (group - 1) % count, (group + 1) % count}
+            means.append(sum(own[each] for each in near) / len(near) - anchors[name])
+        return means
+
+    def stepped(self, group: int, name: str, mean: Tensor) -> Tensor:
+        """The anchor of a group after a step of its outer optimizer."""
+        velocity = self.velocity[group][name].mul_(self.outer.momentum).add_(mean)
         step = self.outer.lr * (mean + self.outer.momentum * velocity)
-        return [anchors[name] + step for anchors in self.anchors]
+        self.anchors[group][name] = self.anchors[group][name] + step
+        return self.anchors[group][name]
 
     @torch.no_grad()
     def take_up(self, name: str) -> None:
         """The result of the round that was sent, and each group's own steps since."""
-        anchors = self.stepped(name, self.arriving[name])
-        for group, (model, anchor) in enumerate(zip(self.models, anchors, strict=True)):
+        for group, model in enumerate(self.models):
             p = dict(model.named_parameters())[name]
-            p.copy_(anchor + p - self.sent[group][name])
-            self.anchors[group][name] = anchor
+            own = p - self.sent[group][name]
+            p.copy_(self.stepped(group, name, self.arriving[name]) + own)
 
 
 def make(
@@ -213,6 +214,7 @@ def test_groups_of_several_ranks_shard_within() -> None:
             (2, "diloco", {"zero": 3, "dp_shard": 2}),
             (2, "diloco", {"tp": 2}),
             (1, "ring", {}),
+            (2, Outer(over="ring", lr=0.7, momentum=0.6, warm_up=1), {}),
             (2, Outer(weights="rows", participants=3), {}),
         ],
     )
