@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.optim import AdamW
 from autopar import Outer
 from autopar.plan.outer import LocalSteps
 from autopar.runtime.local_steps.block import Block
+from autopar.runtime.local_steps.rounds import drawn_shares
 from benchmarks.report import about, save
 from benchmarks.slow_links.contenders import LOCAL
 from benchmarks.slow_links.learning_rate import learning_rate
@@ -99,22 +99,15 @@ class Replicas:
                 self.take_up()
             if apart < 0 or apart % every:
                 return
-            exchange(self.blocks, self._shares(drawn=apart > 0), plain=not apart)
+            outer = self.outer if apart else Outer()
+            shares = drawn_shares(outer, [1.0] * len(self.models), f"1 {self.steps}")
+            exchange(self.blocks, shares, plain=not apart)
         if self.setting.averages_adam:
             moments = [
                 [v for state in adam.state.values() for v in state.values() if v.dim()]
                 for adam in self.adams
             ]
             self._average(moments)
-
-    def _shares(self, *, drawn: bool) -> list[float]:
-        """Return the share of each group in an average, drawn as `Rounds` draws."""
-        count, outer = len(self.models), self.outer
-        among: Sequence[int] = range(count)
-        if drawn and outer is not None and outer.participants:
-            draw = random.Random(f"{outer.seed} 1 {self.steps}")
-            among = draw.sample(range(count), outer.participants)
-        return [(group in among) / len(among) for group in range(count)]
 
     def take_up(self) -> None:
         """Put a late average in its place, in all groups."""

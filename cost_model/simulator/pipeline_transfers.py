@@ -31,8 +31,8 @@ def with_transfers(orders: Orders, *, hoisted: bool) -> tuple[Actions, ...]:
         for rank, order in enumerate(orders)
     }
     found = add_transfers(actions, lambda stage: stage % ranks, stages)
-    hoist = hoist_receives if hoisted else tuple[PipelineAction, ...]
-    return tuple(hoist(found[rank]) for rank in range(ranks))
+    each = (found[rank] for rank in range(ranks))
+    return tuple(hoist_receives(own) if hoisted else tuple(own) for own in each)
 
 
 def hoist_receives(actions: Iterable[PipelineAction]) -> Actions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,10 +138,7 @@ class Rounds:
             table[self.groups.index] = rows
             dist.all_reduce(table, group=self.groups.peers)
             weights = table.tolist()
-        if outer.participants:
-            drawn = random.Random(f"{outer.seed} {draw}").sample(range(count), outer.participants)
-            weights = [weight * (group in drawn) for group, weight in enumerate(weights)]
-        return [weight / sum(weights) for weight in weights]
+        return drawn_shares(outer, weights, draw)
 
     @property
     def _device(self) -> torch.device:
@@ -168,6 +165,15 @@ class Rounds:
             block.load(state)
             block.rows = seen
         return True
+
+
+def drawn_shares(outer: Outer, weights: Sequence[float], draw: str) -> list[float]:
+    """Share of each group in an average by its weight, 0 for groups that `draw` leaves out."""
+    if outer.participants:
+        among = random.Random(f"{outer.seed} {draw}")
+        drawn = among.sample(range(len(weights)), outer.participants)
+        weights = [weight * (group in drawn) for group, weight in enumerate(weights)]
+    return [weight / sum(weights) for weight in weights]
 
 
 _OBSERVERS: weakref.WeakSet[Rounds] = weakref.WeakSet()

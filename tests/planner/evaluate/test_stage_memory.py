@@ -49,10 +49,15 @@ def stage(given=False, between=0, sent=(0, 0), received=(0, 0)):
     )
 
 
+def memory_of_order(order, stages):
+    """Memory of a rank that makes room for no input ahead."""
+    return memory_of_rank(order, [()] * len(order), stages)
+
+
 def rank_of(schedule, micro, chunks=1, given=False):
     (order, *_) = orders(schedule, 2, micro, chunks)
     stages = {s: (stage(), stage(given)) for s in range(0, 2 * chunks, 2)}
-    return order, memory_of_rank(order, [()] * len(order), stages)
+    return order, memory_of_order(order, stages)
 
 
 def test_gradients_are_kept_from_the_first_backward_on():
@@ -90,14 +95,14 @@ def test_stages_of_a_rank_add_up_and_the_update_is_last():
 def test_what_lies_between_the_parts_of_a_backward_counts(rank, waiting):
     """Later ranks leave gradients of parameters for later: they hold the more of it."""
     order, own = orders("zero_bubble", 2, 8)[rank], stage(between=3 * SAVED)
-    memory = memory_of_rank(order, [()] * len(order), {rank: (own, own)})
+    memory = memory_of_order(order, {rank: (own, own)})
     flying = 2 - waiting  # a second micro-batch, if it is not within its backward too
     assert memory.by_category["saved"] == waiting * 3 * SAVED + flying * SAVED
 
 
 def test_a_split_backward_of_one_micro_batch_ends_with_all_gradients():
     order, own = orders("zero_bubble", 2, 1)[1], stage(between=SAVED)
-    memory = memory_of_rank(order, [()] * len(order), {1: (own, own)})
+    memory = memory_of_order(order, {1: (own, own)})
     assert str(order[-1]) == "1W0"
     assert memory.table[CATEGORIES.index("gradients"), -2] == SUMMED
 
@@ -105,7 +110,7 @@ def test_a_split_backward_of_one_micro_batch_ends_with_all_gradients():
 def test_what_is_sent_is_kept_until_the_schedule_ends():
     """The runtime waits for all that it sent behind the last action."""
     (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 4))
-    memory = memory_of_rank(order, [()] * len(order), {0: (own, own)})
+    memory = memory_of_order(order, {0: (own, own)})
     flying = memory.table[IN_FLIGHT]
     assert flying[-2] == 4 * 3 + 3 * 4  # in the last backward
     assert flying[-1] == 0
