@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
+from autopar.cost_model.host import Host, boot_id
 from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.sample_compute import (
     pieces_until,
@@ -21,8 +23,8 @@ from autopar.cost_model.measurement.sample_compute import (
 )
 
 _SIZES = (64 * 2**10, 2**20, 8 * 2**20)
-_TRIALS = 3
-_TRIAL_S = 0.03  # seconds of communication in a trial
+_TRIALS = 8
+_TRIAL_S = 0.015  # seconds of communication, and of compute, in a trial
 _LONGEST_S = 0.2  # slowest collective: larger sizes are left out
 _CALLS = 20
 _MESSAGES, _MESSAGE = 24, 64 * 2**10  # number of timed messages, and their bytes
@@ -37,8 +39,9 @@ def measure_slowdown(bench: Bench, provenance: str) -> Slowdown:
     about equal parts, on the calling thread.
     """
     rows: list[tuple[int, float, float]] = []
+    shared = _shares_cores(bench)
     for size in _SIZES:
-        row = _factors(bench, size)
+        row = _factors(bench, size, shared=shared)
         if row is None:
             break
         rows.append((size, *row))
@@ -54,8 +57,12 @@ def shared_gpu(bench: Bench) -> Slowdown:
     return replace(SHARED_GPU, issue_s=issue_s, wait_s=wait_s)
 
 
-def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
-    """The slowdown of compute and of all-reduces of this size; None if one takes too long."""
+def _factors(bench: Bench, nbytes: int, *, shared: bool) -> tuple[float, float] | None:
+    """Slowdown of compute and of all-reduces of this size; None if one takes too long.
+
+    Where ranks share cores, the CPU time of gloo's threads tells the slowdown of compute. Its wall
+    time there depends on how many ranks compute, and varies by a factor of five between trials.
+    """
     buffer = torch.zeros(nbytes // 4)
     chunk = sample_compute()
 
@@ -74,11 +81,13 @@ def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
         bench.line_up()
         return seconds_of_piece(chunk, seconds)
 
-    def both(count: int) -> tuple[float, int]:
+    def both(count: int) -> tuple[float, int, float, float]:
         bench.line_up()
-        start, works = time.perf_counter(), issue(count)
+        start, threads, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        works = issue(count)
         done = pieces_until(chunk, lambda: all(work.is_completed() for work in works))
-        return time.perf_counter() - start, done
+        cpu_s, computed_s = time.process_time() - threads, time.thread_time() - thread
+        return time.perf_counter() - start, done, cpu_s, computed_s
 
     first = max(bench.gather(min(communicate(1), communicate(1))))
     if first > _LONGEST_S and nbytes != _SIZES[0]:
@@ -86,11 +95,20 @@ def _factors(bench: Bench, nbytes: int) -> tuple[float, float] | None:
     count = max(1, min(_CALLS, round(_TRIAL_S / first)))
     trials = []
     for _ in range(_TRIALS):
-        quiet, busy = communicate(count), compute(_TRIAL_S / 2)
-        together, done = both(count)
-        trials.append((together / (done * busy), together / quiet))
-    factors = _means(bench.gather(tuple(map(statistics.median, zip(*trials, strict=True)))))
-    return max(1.0, factors[0]), max(1.0, factors[1])
+        quiet, busy = communicate(count), compute(_TRIAL_S)
+        together, done, cpu_s, computed_s = both(count)
+        trials.append((quiet, together, together / (done * busy), cpu_s, computed_s))
+    rows = [row for rank in bench.gather(trials) for row in rank]
+    quiet, together, _, cpu_s, computed_s = map(sum, zip(*rows, strict=True))
+    on_compute = cpu_s / computed_s if shared else statistics.median(row[2] for row in rows)
+    return max(1.0, on_compute), max(1.0, together / quiet)
+
+
+def _shares_cores(bench: Bench) -> bool:
+    """Whether ranks outnumber the cores of any machine. CPU time tells for one thread each."""
+    here, threads = Host.here(), torch.get_num_threads()
+    ranks = Counter(bench.gather(boot_id()))[boot_id()]
+    return any(bench.gather(ranks > here.cores and threads == 1))
 
 
 def _call_costs(bench: Bench) -> tuple[float, float]:

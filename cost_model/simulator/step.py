@@ -228,7 +228,8 @@ class _Run:
         """Stalls until a collective has ended and late ranks have come.
 
         Prices are of ranks that start together. The replayed wait for an empty collective gives
-        the lateness of other ranks, less the exposed part of the collective's own latency.
+        the lateness of other ranks, less the exposed part of the collective's own latency. Where an
+        empty collective would have ended before, that time passes beside the rest of this one.
         """
         flight, slowdown, late_s = self.flights[source], self.cluster.slowdown, 0.0
         call = self.operators.thread_cost(slowdown.wait_s, slowdown.provenance)
@@ -242,6 +243,8 @@ class _Run:
             self.sources[replayed.kind] += 1
             empty = self.cluster.seconds("all_reduce", 8, flight.transfer.shape).seconds
             late_s = max(0.0, replayed.seconds - max(0.0, empty - since_s))
+            if since_s > empty:
+                late_s = max(0.0, late_s - waited_s)
             self.clock.stall(node.name, late_s)
         self._expose(source, waited_s, late_s)
 

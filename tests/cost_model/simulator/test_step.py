@@ -4,12 +4,12 @@ import pytest
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import Slowdown
-from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.collectives import Transfer, is_wait
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.kernels.signature import signature
+from autopar.cost_model.kernels.signature import signature, time_key
 from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing, TimingContext
 from autopar.cost_model.simulator.step import simulate
 from autopar.cost_model.simulator.streams import Clock
@@ -87,6 +87,24 @@ def test_compute_beside_one_collective(slowdown, compute, takes):
     assert result.compute_s == pytest.approx(compute)
     assert result.communication_s == pytest.approx(2)
     assert result.exposed_s == pytest.approx(takes - compute)
+
+
+@pytest.mark.parametrize(
+    ("compute", "replayed", "takes"),
+    [
+        (0.5, 2.0, 2.5),  # the empty one takes 2.0, so the last rank comes 0.5 late
+        (3.0, 0.5, 4.0),  # the empty one has ended long before: beside the rest of this one
+        (3.0, 1.5, 4.5),
+    ],
+)
+def test_lateness_that_replays_show(compute, replayed, takes):
+    graph = one_reduction()
+    known = times(sin=compute)(graph)
+    (wait,) = (node for node in graph.calls() if is_wait(node))
+    table = {**known.times, time_key(wait): Timing(replayed, 0, 0, "now", rehearsed=True)}
+    operators = OperatorTimes(known.setting, True, table)
+    result = simulate(graph, cluster(factors(1.0, 3.0)), operators)
+    assert result.step_s == pytest.approx(takes)
 
 
 def test_the_timeline_shows_who_waits():
