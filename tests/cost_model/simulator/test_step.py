@@ -92,7 +92,7 @@ def test_compute_beside_one_collective(slowdown, compute, takes):
 @pytest.mark.parametrize(
     ("compute", "replayed", "takes"),
     [
-        (0.5, 2.0, 2.5),  # the empty one takes 2.0, so the last rank comes 0.5 late
+        (0.5, 2.0, 2.0 + 1 / 3 + 0.5),  # 1.5 of an empty one are left, the last rank comes 0.5 late
         (3.0, 0.5, 4.0),  # the empty one has ended long before: beside the rest of this one
         (3.0, 1.5, 4.5),
     ],
@@ -103,8 +103,10 @@ def test_lateness_that_replays_show(compute, replayed, takes):
     (wait,) = (node for node in graph.calls() if is_wait(node))
     table = {**known.times, time_key(wait): Timing(replayed, 0, 0, "now", rehearsed=True)}
     operators = OperatorTimes(known.setting, True, table)
-    result = simulate(graph, cluster(factors(1.0, 3.0)), operators)
-    assert result.step_s == pytest.approx(takes)
+    flat = Measured(Curve((8, BYTES), (2.0, 2.0)), "measured now", "gloo")
+    where = cluster(factors(1.0, 3.0))
+    where = replace(where, curves=dict.fromkeys(where.curves, flat))
+    assert simulate(graph, where, operators).step_s == pytest.approx(takes)
 
 
 def test_the_timeline_shows_who_waits():
