@@ -39,6 +39,16 @@ class Host:
         )
 
 
+def oversubscription(ranks: int, threads: int) -> float:
+    """Computing threads of `ranks` on this machine for each of its cores, at least 1."""
+    return max(1.0, ranks * threads / Host.here().cores)
+
+
+def shares_cores(ranks: int, threads: int) -> bool:
+    """Whether ranks share cores, and CPU time tells: threads of operators have own clocks."""
+    return threads == 1 and oversubscription(ranks, threads) > 1.0
+
+
 @lru_cache
 def _cpu_model() -> str:
     try:

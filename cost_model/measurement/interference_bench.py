@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
-from autopar.cost_model.host import Host, boot_id
+from autopar.cost_model.host import boot_id, shares_cores
 from autopar.cost_model.measurement.bench import Bench
 from autopar.cost_model.measurement.sample_compute import (
     pieces_until,
@@ -105,10 +104,9 @@ def _factors(bench: Bench, nbytes: int, *, shared: bool) -> tuple[float, float] 
 
 
 def _shares_cores(bench: Bench) -> bool:
-    """Whether ranks outnumber the cores of any machine. CPU time tells for one thread each."""
-    here, threads = Host.here(), torch.get_num_threads()
-    ranks = Counter(bench.gather(boot_id()))[boot_id()]
-    return any(bench.gather(ranks > here.cores and threads == 1))
+    """Whether ranks of any machine share cores; the same on every rank."""
+    ranks = bench.gather(boot_id()).count(boot_id())
+    return any(bench.gather(shares_cores(ranks, torch.get_num_threads())))
 
 
 def _call_costs(bench: Bench) -> tuple[float, float]:

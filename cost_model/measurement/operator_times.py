@@ -18,7 +18,7 @@ from torch import fx
 from autopar.cost_model import disk_cache
 from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
-from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.host import Host, device_name, oversubscription, shares_cores
 from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, is_row_wise, traffic
 from autopar.cost_model.kernels.gemm_efficiency import (
@@ -116,13 +116,13 @@ class OperatorTimes:
     def oversubscription(self) -> float:
         """Computing threads of all ranks for each core of this host, at least 1."""
         here = self.present and self.on_host
-        wanted = self.setting.sharing * self.setting.threads
-        return max(1.0, wanted / Host.here().cores) if here else 1.0
+        return oversubscription(self.setting.sharing, self.setting.threads) if here else 1.0
 
     @property
     def shares_cores(self) -> bool:
         """Whether ranks share cores, and CPU time tells: threads of operators have own clocks."""
-        return self.oversubscription > 1.0 and self.setting.threads == 1
+        here = self.present and self.on_host
+        return here and shares_cores(self.setting.sharing, self.setting.threads)
 
     @classmethod
     def load(

@@ -242,9 +242,8 @@ class _Run:
         else:
             self.sources[replayed.kind] += 1
             empty = self.cluster.seconds("all_reduce", 8, flight.transfer.shape).seconds
-            late_s = max(0.0, replayed.seconds - max(0.0, empty - since_s))
-            if since_s > empty:
-                late_s = max(0.0, late_s - waited_s)
+            own_s = waited_s if since_s > empty else empty - since_s
+            late_s = max(0.0, replayed.seconds - own_s)
             self.clock.stall(node.name, late_s)
         self._expose(source, waited_s, late_s)
 
