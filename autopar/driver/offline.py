@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -188,11 +189,16 @@ class OfflineDriver(Driver):
     def _whole_s(self, problem: PlanningProblem) -> float:
         """Expected seconds to capture and lower the whole model; 0 if nothing is known.
 
-        The first capture of a process also imports and compiles, so others count if there are any.
+        The first capture of a process also imports and compiles. Of the others the slowest counts
+        for pipelines, which are not worth a try that fails, and else the median.
         """
-        node_s = max(self._node_s[1:] or self._node_s, default=0.0)
-        ratio = PIPELINE_RATIO if problem.strategy.stages > 1 else LOWERING_RATIO
-        return ratio * node_s * self._models.whole_nodes()
+        known = self._node_s[1:] or self._node_s
+        if not known:
+            return 0.0
+        seconds = median(known) * LOWERING_RATIO
+        if problem.strategy.stages > 1:
+            seconds = max(known) * PIPELINE_RATIO
+        return seconds * self._models.whole_nodes()
 
     def _capture_micro_batch(self, ranks: int, micro_batches: int) -> TrainingGraph:
         return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache)

@@ -29,8 +29,11 @@ Class = tuple[int, Level, bool]
 
 SCALARS = (
     "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "peak_bytes", "node_bytes",
-    "reserved_bytes", "host_bytes",
+    "host_bytes",
 )  # fmt: skip
+GAPS = "gaps"
+"""Bytes that the allocator reserves beside those of tensors, which do not grow with the blocks."""
+
 TABLES = ("memory", "waits", "causes", "provenance")
 NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"
 
@@ -42,11 +45,13 @@ class ReducedEvaluator:
     Attributes:
         blocks: name in the whole model of each of its blocks.
         work: rows, tokens and FLOPs of its step.
+        times: number of times that its figures recur, beside those of the fewest blocks.
     """
 
     evaluator: Evaluator
     blocks: Mapping[str, str]
     work: Work
+    times: int
 
 
 class ExtendedEvaluator(Evaluator):
@@ -55,7 +60,7 @@ class ExtendedEvaluator(Evaluator):
     Args:
         setup: setup whose plan and parameters are those of the whole model.
         kinds: names of the blocks of each kind.
-        reduced: the model with few blocks of each kind, then with one more of each in turn.
+        reduced: the model with few blocks of each kind, then with one more of some kinds in turn.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class ExtendedEvaluator(Evaluator):
     def evaluate(self, config: CandidateConfig) -> Candidate:
         figures = self._figures(config)
         tables: dict[str, dict[str, Any]] = {
-            name: {} for name in (*SCALARS, *TABLES, "sent", "work")
+            name: {} for name in (*SCALARS, *TABLES, GAPS, "sent", "work")
         }
         for (field, key), value in figures.items():
             tables[field][key] = max(0.0, value)
@@ -84,7 +89,7 @@ class ExtendedEvaluator(Evaluator):
             tables[name] = {key: round(value) for key, value in tables[name].items()}
         scalars = {name: tables[name][""] for name in SCALARS}
         scalars |= {n: round(value) for n, value in scalars.items() if n.endswith("_bytes")}
-        scalars["reserved_bytes"] = max(scalars["reserved_bytes"], scalars["peak_bytes"])
+        scalars["reserved_bytes"] = scalars["peak_bytes"] + round(tables[GAPS][""])
         found: dict[str, Any] = scalars | {name: tables[name] for name in TABLES}
         work = replace(self.reduced[0].work, flops=tables["work"]["flops"])
         prediction = Prediction(**found, context_bytes=self._context_bytes(config), work=work)
@@ -99,10 +104,8 @@ class ExtendedEvaluator(Evaluator):
         for weight, classes in self._mixtures(config):
             few, *more = (self._seconds(item, classes, config, clusters) for item in self.reduced)
             for index, base in enumerate(few):
-                grown = sum(
-                    (own[index] - base) * (len(kind) - 2)
-                    for kind, own in zip(self.kinds, more, strict=True)
-                )
+                pairs = zip(self.reduced[1:], more, strict=True)
+                grown = sum((own[index] - base) * item.times for item, own in pairs)
                 found[index] += weight * (base + grown)
         return found
 
@@ -148,10 +151,12 @@ class ExtendedEvaluator(Evaluator):
                 for item in self.reduced
             )
             total = Counter(base)
-            for kind, more in zip(self.kinds, others, strict=True):
+            for item, more in zip(self.reduced[1:], others, strict=True):
                 for key in {*base, *more}:
                     block = max(0.0, more.get(key, 0.0) - base.get(key, 0.0))
-                    total[key] += block * (len(kind) - 2)  # type: ignore[assignment]
+                    total[key] += block * item.times  # type: ignore[assignment]
+            gaps = (GAPS, "")
+            total[gaps] = max(each[gaps] for each in (base, *others))  # type: ignore[assignment]
             self._uniform[own] = total
         return self._uniform[own]
 
@@ -181,4 +186,5 @@ def figures_of(reduced: ReducedEvaluator, config: CandidateConfig) -> dict[tuple
     for name in TABLES:
         found |= {(name, key): float(value) for key, value in getattr(cost, name).items()}
     found |= {("sent", axis): float(nbytes) for axis, nbytes in candidate.plan.sent_bytes}
+    found[GAPS, ""] = float(cost.reserved_bytes - cost.peak_bytes)
     return found | {("work", "flops"): reduced.work.flops}

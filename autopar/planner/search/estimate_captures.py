@@ -176,13 +176,24 @@ def with_num_layers(
             each._modules = modules
 
 
+def sampled_layers(lengths: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Numbers of blocks to keep of each kind, with the number of times their figures recur.
+
+    The fewest come first, then one more of each kind. Kinds of equal length grow together, because
+    only the sum of their figures counts.
+    """
+    growing = dict.fromkeys(lengths)
+    more = (tuple(SAMPLED_LAYERS + (own == length) for own in lengths) for length in growing)
+    recurring = (length - SAMPLED_LAYERS for length in growing)
+    return {(SAMPLED_LAYERS,) * len(lengths): 1} | dict(zip(more, recurring, strict=True))
+
+
 def extrapolate_layers(
     kinds: Sequence[BlockKind], figures_with: Callable[[Sequence[int]], Figures]
 ) -> Figures:
     """Figures of the whole model, which grow linearly with the blocks of each kind."""
-    few = [SAMPLED_LAYERS] * len(kinds)
-    total = base = figures_with(few)
-    for index, kind in enumerate(kinds):
-        more = figures_with([*few[:index], SAMPLED_LAYERS + 1, *few[index + 1 :]])
-        total = total + (more - base) * (len(kind.modules) - SAMPLED_LAYERS)
+    few, *others = sampled_layers([len(kind.modules) for kind in kinds]).items()
+    total = base = figures_with(few[0])
+    for layers, times in others:
+        total = total + (figures_with(layers) - base) * times
     return total

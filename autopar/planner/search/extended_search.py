@@ -76,7 +76,7 @@ def extended_evaluator(
     solved = models.solved if memory is None else models.leanest[problem.shard_ranks]
     quiet = replace(context, baseline=None, on_candidate=None)
     reduced, evaluators = [], []
-    for layers in models.samples:
+    for layers, times in models.samples.items():
         model = models.get(layers, problem.dp_size, count)
         few = replace(problem, parameters=model.parameters)
         evaluator: Evaluator = build_evaluator(
@@ -86,7 +86,7 @@ def extended_evaluator(
             evaluator = next(open_pipelines(evaluator, problem.strategy, count))
         evaluators.append(evaluator)
         work = _work(problem, model.graph, count, machine)
-        reduced.append(ReducedEvaluator(evaluator, model.blocks, work))
+        reduced.append(ReducedEvaluator(evaluator, model.blocks, work, times))
     first = models.get(models.fewest, problem.dp_size, count)
     setup, base = evaluators[0].setup, problem.base()
     own = setup.base

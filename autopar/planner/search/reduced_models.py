@@ -16,7 +16,7 @@ from autopar.capture.model_info import describe_parameters
 from autopar.capture.repeated_blocks import BlockKind
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.planner.placement.carry import SolvedAxes
-from autopar.planner.search.estimate_captures import SAMPLED_LAYERS, kinds_of, with_num_layers
+from autopar.planner.search.estimate_captures import kinds_of, sampled_layers, with_num_layers
 
 CaptureReduced = Callable[[int, int, CaptureCache], TrainingGraph]
 """Captures the model as it is, given data-parallel ranks, micro-batches, and captures to reuse."""
@@ -96,14 +96,12 @@ class ReducedModels:
 
     @property
     def fewest(self) -> Layers:
-        return (SAMPLED_LAYERS,) * len(self.kinds)
+        return next(iter(self.samples))
 
     @property
-    def samples(self) -> list[Layers]:
-        """The fewest blocks, then one more of each kind in turn."""
-        few = self.fewest
-        more = [(*few[:i], few[i] + 1, *few[i + 1 :]) for i in range(len(few))]
-        return [few, *more]
+    def samples(self) -> dict[Layers, int]:
+        """Numbers of blocks to keep of each kind, with the number of times their figures recur."""
+        return sampled_layers([*map(len, self.kinds)])
 
     def get(self, layers: Layers, ranks: int, micro_batches: int) -> ReducedModel:
         key = layers, ranks, micro_batches
@@ -129,9 +127,8 @@ class ReducedModels:
         """Number of nodes of a captured whole model, from those of the reduced ones."""
         if any(layers not in self._sizes for layers in self.samples):
             return 0.0
-        few, *more = (self._sizes[layers] for layers in self.samples)
-        blocks = zip(self.kinds, more, strict=True)
-        return few + sum((own - few) * (len(kind) - SAMPLED_LAYERS) for kind, own in blocks)
+        (few, _), *others = ((self._sizes[each], times) for each, times in self.samples.items())
+        return few + sum((own - few) * times for own, times in others)
 
     def alike(self, block: str) -> Sequence[str]:
         """Blocks of the same kind in the whole model, or the block alone."""

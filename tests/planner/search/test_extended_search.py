@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
@@ -24,7 +25,7 @@ from autopar.planner.search.extended_search import plan_extended
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.reduced_models import ReducedModels, only_few_blocks
 from autopar.report.plan import Plan
-from tests.planner.blocks import GPTBlock, Stack
+from tests.planner.blocks import GPTBlock, Stack, T5Block
 from tests.planner.problems import problem_of
 
 DEPTH = 7
@@ -85,10 +86,51 @@ def test_figures_grow_with_the_blocks(strategy: dict[str, Any]) -> None:
     # the peak of few recomputed blocks is that of another moment
     off = 0.1 if strategy["recompute"] == "none" else 0.25
     assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=off)
+    # blocks of the allocator split differently in few blocks
+    assert a.reserved_bytes - a.peak_bytes == pytest.approx(
+        b.reserved_bytes - b.peak_bytes, abs=0.1 * b.peak_bytes
+    )
     assert a.work == pytest.approx(b.work)
     assert dict(few.sent_bytes) == pytest.approx(dict(whole.sent_bytes), rel=0.01)
     assert few.placements == whole.placements
     assert [p.layouts for p in few.partitions] == [p.layouts for p in whole.partitions]
+
+
+class TwoStacks(nn.Module):
+    """Blocks of two kinds, one kind after the other."""
+
+    def __init__(self, *depths: int) -> None:
+        super().__init__()
+        first, second = depths
+        self.first = Stack(lambda: GPTBlock(256, 4), first).blocks
+        self.second = Stack(lambda: T5Block(256, 4), second).blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.first, *self.second):
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("depths", [(5, 5), (4, 6)], ids=str)
+def test_kinds_of_equal_length_grow_together(depths: tuple[int, int]) -> None:
+    with torch.device("meta"):
+        model, x = TwoStacks(*depths), torch.empty(16, 128, 256)
+
+    def capture(ranks: int, count: int, cache: CaptureCache) -> TrainingGraph:
+        return capture_of_rank(model, (x,), 0, ranks, micro_batches=count, cache=cache)
+
+    fixed = Strategy(prefetch=1, zero=0, recompute="none")
+    more = {"world_size": 8, "cluster": autopar.Cluster.named("dgx-h100"), "comm_backend": "nccl"}
+    own = problem_of(model, fixed, **more)
+    models, machine = ReducedModels(model, own.blocks, capture), known_machine(own, 1)
+    few = plan_extended(own, models, machine, SearchContext())[0].prediction
+    whole = plan_fixed_mesh(own, {1: capture(8, 1, {})}, machine).prediction
+    assert few is not None
+    assert whole is not None
+    assert len(models.samples) == 1 + len(set(depths))
+    assert few.compute_s == pytest.approx(whole.compute_s, rel=0.01)
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.05)  # of another moment
+    assert few.work == pytest.approx(whole.work)
 
 
 def test_a_plan_that_does_not_fit_whole_recomputes_more() -> None:
