@@ -53,6 +53,13 @@ class Constant:
         return isinstance(other, Constant) and other.tensor is self.tensor
 
 
+@dataclass(frozen=True)
+class Passed:
+    """An output of a block that is one of its inputs, by the index among their tensors."""
+
+    index: int
+
+
 class BlocksDiffer(Exception):
     """A repeated block differs from the first of its kind."""
 
@@ -74,6 +81,11 @@ class TracedBlock:
     input_structure: Any
     outputs: list[Any]
     output_structure: Any
+
+    def result(self, outputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+        """The result of a call, given its outputs and the tensors among its inputs."""
+        found = [tensors[leaf.index] if isinstance(leaf, Passed) else leaf for leaf in outputs]
+        return pytree.tree_unflatten(found, self.output_structure)
 
 
 class RepeatedBlocks:
@@ -129,13 +141,15 @@ class RepeatedBlocks:
             if any(state[name] is not tensor for name, tensor in before.items()):
                 raise BlocksDiffer("a block rebinds a buffer")
             outputs, output_structure = pytree.tree_flatten(result)
+            outputs = [_passed(leaf, entered) for leaf in outputs]
             out = _tensors(outputs)
             if not _are_plain(outputs) or any(o._base is t for o in out for t in entered):
                 raise BlocksDiffer("a block returns values other than new tensors")
             if out:
                 outputs = _filled(outputs, _Border.apply("leave", self.calls, *out))
-            alike.append(TracedBlock(self.calls, inputs, structure, outputs, output_structure))
-            return pytree.tree_unflatten(outputs, output_structure)
+            known = TracedBlock(self.calls, inputs, structure, outputs, output_structure)
+            alike.append(known)
+            return known.result(outputs, _tensors(leaves))
 
         return call
 
@@ -190,7 +204,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _are_plain(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(leaf, (Tensor, Constant, *PLAIN)) for leaf in leaves)
+    return all(isinstance(leaf, (Tensor, Constant, Passed, *PLAIN)) for leaf in leaves)
+
+
+def _passed(leaf: Any, entered: Sequence[Tensor]) -> Any:
+    """A `Passed` in place of an input; others read it outside of the block."""
+    return next((Passed(i) for i, tensor in enumerate(entered) if tensor is leaf), leaf)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
@@ -246,7 +265,7 @@ def _repeated(known: TracedBlock, number: int, tensors: Sequence[Tensor]) -> Any
     """The outputs of a call equal to a traced one."""
     like = tuple(_tensors(known.outputs))
     made = _Repeat.apply(number, known.number, like, *tensors) if like else ()
-    return pytree.tree_unflatten(_filled(known.outputs, made), known.output_structure)
+    return known.result(_filled(known.outputs, made), tensors)
 
 
 class _Border(torch.autograd.Function):

@@ -25,8 +25,17 @@ from autopar.capture.values.compiler_branches import CompilerBranches
 from autopar.capture.values.constant_values import ConstantValues, Reading
 from autopar.capture.values.known_values import KnownValues
 from autopar.common.containers import flatten, hidden_tensors
+from autopar.common.deadline import check_time
 from autopar.errors import ModelError
 from autopar.ir.graph import ParameterInfo
+
+
+class TimedFakeMode(_torch.FakeTensorMode):
+    """A fake mode that ends a trace after the enforced deadline, in forward and backward."""
+
+    def __torch_dispatch__(self, *given: Any, **more: Any) -> Any:
+        check_time()
+        return super().__torch_dispatch__(*given, **more)
 
 
 class TracedCall(nn.Module):
@@ -72,7 +81,7 @@ class TracedCall(nn.Module):
         self.names = tuple(self.infos)
         self.differentiate, self.policy, self.keep = differentiate, policy, False
         self.sizes, env = sizes, None if sizes is None else sizes.env
-        self.fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        self.fake_mode = TimedFakeMode(allow_non_fake_inputs=True, shape_env=env)
         state = dict(model.named_buffers())
         state |= {name: getattr(model.get_submodule(m), k) for (m, k), name in lifted.items()}
         self.buffer_names = tuple(state)

@@ -42,8 +42,14 @@ MEASURING_SHARE = 0.1
 PROOFS_SHARE = 0.75
 """Fraction of the time limit after which no mesh is planned only for a tighter bound."""
 
-LOWERING_RATIO = 1.6
-"""Seconds to capture and lower a model over the seconds to capture it."""
+WHOLE_SHARE = 0.25
+"""Most of the time limit that is kept for lowering the best plan whole, as a fraction."""
+
+SPARE = 1.5
+"""Ratio of the time kept for that to the expected one: a mesh under way ends a little later."""
+
+LOWERING_RATIO = 3.0
+"""Seconds to capture a model and to lower it in micro-batches over the seconds to capture it."""
 
 PIPELINE_RATIO = 40
 """The same with the configurations and schedules of a pipeline, of a GPT under a cap."""
@@ -109,6 +115,7 @@ class OfflineDriver(Driver):
             return context
         return replace(
             context,
+            deadline=self._searching,
             estimating=self.deadline.part(ESTIMATES_SHARE),
             proving=self.deadline.part(PROOFS_SHARE),
             floor_s=self._estimator.floor_s,
@@ -124,11 +131,12 @@ class OfflineDriver(Driver):
         """The plan of a mesh; by arithmetic from few blocks where time is limited."""
         if self._extends(problem):
             machine = self._absent_machine(problem)
-            context = replace(context, deadline=self.deadline.part(self.share))
+            own = self.deadline.part(self.share)
+            context = replace(context, deadline=lambda: own() and self._searching())
             plan, config = plan_extended(problem, self._models, machine, context)
             self._extended[plan.name] = problem, config
             return plan
-        if self.deadline.armed and self._whole_s(problem) > self.deadline.left_s:
+        if self.deadline.armed and self._whole_s(problem.strategy.stages) > self.deadline.left_s:
             raise TooCostlyError("lowering takes longer than the time that is left")
         return super().plan_mesh(problem, context, first)
 
@@ -136,8 +144,6 @@ class OfflineDriver(Driver):
         if not plan.bucket_bytes or plan.name not in self._extended or self._models.alone:
             return None
         problem, config = self._extended.pop(plan.name)
-        if self._whole_s(problem) > self.deadline.left_s:
-            return None
         context = SearchContext(baseline=self.baseline)
         try:
             return super().plan_mesh(problem, context, config)
@@ -159,7 +165,7 @@ class OfflineDriver(Driver):
         problem = replace(problem, strategy=strategy)
         if problem.world_size == 1 or not self._is_absent(problem) or self._models.alone:
             return
-        if self._whole_s(problem) > self.deadline.left_s:
+        if self._whole_s() > self.deadline.left_s:
             return
         context = SearchContext(baseline=self.baseline)
         with contextlib.suppress(
@@ -186,7 +192,12 @@ class OfflineDriver(Driver):
             self._machines[key] = machine
         return self._machines[key]
 
-    def _whole_s(self, problem: PlanningProblem) -> float:
+    def _searching(self) -> bool:
+        """Whether time is left to search, beside what lowering the best plan whole takes."""
+        kept_s = 0.0 if self._models.alone else SPARE * self._whole_s()
+        return self.deadline.left_s > min(kept_s, WHOLE_SHARE * (self.deadline.limit_s or 0.0))
+
+    def _whole_s(self, stages: int = 1) -> float:
         """Expected seconds to capture and lower the whole model; 0 if nothing is known.
 
         The first capture of a process also imports and compiles. Of the others the slowest counts
@@ -196,7 +207,7 @@ class OfflineDriver(Driver):
         if not known:
             return 0.0
         seconds = median(known) * LOWERING_RATIO
-        if problem.strategy.stages > 1:
+        if stages > 1:
             seconds = max(known) * PIPELINE_RATIO
         return seconds * self._models.whole_nodes()
 

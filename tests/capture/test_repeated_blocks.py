@@ -1,6 +1,7 @@
 """Blocks that repeat are traced once, and the graph is the one that tracing all of them gives."""
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx, nn
 from autopar.capture import repeated_blocks as repeats
 from autopar.capture import trace as capture
 from autopar.capture.batch_slices import capture_of_rank
+from autopar.common.deadline import Deadline, TimeIsOver, arm
 from autopar.ir.graph import TrainingGraph, tensors
 from tests.planner.blocks import GPTBlock, LlamaBlock, Stack
 
@@ -76,11 +78,38 @@ class Sharing(nn.Module):
         return x.square().mean()
 
 
+class Handed(nn.Module):
+    """A block that returns an input beside its result; its weight's gradient is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 8, 8))
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.bmm(x, self.weight.transpose(1, 2)) + bias, bias
+
+
+class Handing(nn.Module):
+    """Blocks that hand a bias on to the next; nothing reads the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Handed() for _ in range(5))
+        self.bias = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias * 2.0
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x.square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gpt": (lambda: Stack(lambda: GPTBlock(16, 2), 6), (2, 4, 16)),
     "llama": (lambda: Stack(lambda: LlamaBlock(64, 4, 2), 5), (2, 4, 64)),
     "shared": (Sharing, (2, 8)),
     "numbered": (Layers, (2, 8)),
+    "handing": (Handing, (4, 2, 8)),
 }
 UNLIKE = ("number", "attribute", "buffer", "argument")
 
@@ -122,6 +151,7 @@ def test_the_graph_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(list(once.calls())) == len(list(every.calls()))
     for ours, theirs in zip(run(once), run(every), strict=True):
         assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
     assert places(once) == places(every)
 
 
@@ -129,6 +159,16 @@ def places(graph: TrainingGraph) -> Counter[tuple[str, str]]:
     """How many operators of each block and phase; sums of gradients are of no block."""
     nodes = (n for n in graph.calls() if n.target is not torch.ops.aten.add.Tensor)
     return Counter((n.meta["block"], n.meta["phase"]) for n in nodes)
+
+
+def test_a_trace_ends_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "MIN_BLOCKS", 100)
+    model, x, calls = Layers(), torch.rand(2, 8), itertools.count()
+    deadline = Deadline(1.0, 0.0, lambda: 0.0 if next(calls) < 20 else 2.0)  # asked per operator
+    with deadline.enforced():
+        arm()
+        with pytest.raises(TimeIsOver):
+            traced(model, x)
 
 
 @pytest.mark.parametrize("use", UNLIKE)

@@ -14,6 +14,7 @@ from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
+from autopar.plan.prediction import Prediction
 from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
 
@@ -68,7 +69,8 @@ def plan_or_advise(
     """The plan of a problem; live ranks call this at once and see the same plans and errors.
 
     Without `replan`, ranks and rows are fixed; without `recapture`, captured graphs are. After the
-    deadline no further change is tried.
+    deadline no further change is tried. The smallest plan is returned if it fits after all: only
+    plans near the best are lowered whole.
 
     Raises:
         OutOfMemoryError: nothing fits; with the bytes that suffice and changes that would help.
@@ -81,7 +83,12 @@ def plan_or_advise(
         if cap is None:
             raise
         advisor = _OomAdvisor(problem, make_plan, replan, cap, recapture, deadline)
-        raise advisor.advised(failure) from None
+        smallest = advisor.smallest_plan(failure.shortfall)
+        if smallest is None or smallest.prediction is None:
+            raise
+        if smallest.prediction.needed_bytes <= cap:  # lowered whole, it needs less than expected
+            return replace(smallest, memory_cap=cap)
+        raise advisor.advised(smallest, smallest.prediction) from None
 
 
 def on_more_ranks(problem: PlanningProblem, factor: int) -> PlanningProblem:
@@ -112,12 +119,8 @@ class _OomAdvisor:
     replans_left: int = MAX_REPLANS
     changes: list[Change] = field(default_factory=list)
 
-    def advised(self, failure: OutOfMemoryError) -> OutOfMemoryError:
+    def advised(self, smallest: Plan, cost: Prediction) -> OutOfMemoryError:
         """The failure with missing bytes by category and changes that would help."""
-        smallest = self.smallest_plan(failure.shortfall)
-        if smallest is None or smallest.prediction is None:
-            return failure
-        cost = smallest.prediction
         short, gaps = cost.needed_bytes - self.cap, cost.needed_bytes - sum(cost.memory.values())
         memory = {**cost.memory, "gaps between them": max(0, gaps)}
         self.try_suggestions(memory)

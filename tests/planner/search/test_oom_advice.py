@@ -77,6 +77,23 @@ def test_what_is_missing_is_what_suffices() -> None:
     assert (again.memory, again.changes, again.cap) == (error.memory, error.changes, 1000)
 
 
+def test_a_plan_that_fits_when_lowered_whole_is_an_answer() -> None:
+    """By arithmetic it needs 100 bytes more than whole."""
+
+    def make(problem: PlanningProblem) -> Plan:
+        short = 1300 - (problem.memory or 0)
+        if short > 0:
+            raise OutOfMemoryError("", short)
+        return replace(plan_of(problem, NEEDS | {"saved": 300}, 1.0), memory_cap=problem.memory)
+
+    problem = problem_of(
+        MODELS["gpt"].make(), WHOLE, memory=1250, cluster=Cluster.default(2, "cpu")
+    )
+    found = plan_or_advise(problem, make)
+    assert found.prediction is not None
+    assert (found.prediction.needed_bytes, found.memory_cap) == (1200, 1250)
+
+
 def test_what_helps_least_trouble_first() -> None:
     assert [change.how for change in failure(1000, WHOLE).changes] == [
         "Strategy(recompute=None)",
