@@ -45,7 +45,7 @@ PROOFS_SHARE = 0.75
 WHOLE_SHARE = 0.25
 """Most of the time limit that is kept for lowering the best plan whole, as a fraction."""
 
-SPARE = 1.5
+SPARE = 2.0
 """Ratio of the time kept for that to the expected one: a mesh under way ends a little later."""
 
 LOWERING_RATIO = 3.0

@@ -224,7 +224,7 @@ class _MeshSearch(SearchRecord):
             least_s = (1.0 - _saveable(best)) * step_s(best)
             return self.finish(self.saveable_note(others), bound_s=least_s)
         others.sort(key=unusual_axes)
-        self.floor_s = self.floor()
+        self.floor_s = self.floor_s or self.floor()
         small = self.problem.world_size <= SMALL_WORLD
         found = self.estimated([plain, *others], estimate, tried_first=small)
         self.try_all([each for each in found if mesh_name(each.strategy) not in self.tried])
@@ -264,6 +264,8 @@ class _MeshSearch(SearchRecord):
         for strategy in (whole, *parts) if small else (*parts, whole):
             before, looked = self.best, self.looked
             self.try_mesh(strategy, self.looked, most)
+            if self.best is not None and not self.floor_s:
+                self.floor_s = self.floor()  # while there is time for it
             impossible = self.refusals.pop(mesh_name(strategy), None) is not None
             self.looked -= impossible
             useless = self.best is before and self.looked > looked  # more rows need more memory
