@@ -42,7 +42,7 @@ MEASURING_SHARE = 0.1
 PROOFS_SHARE = 0.75
 """Fraction of the time limit after which no mesh is planned only for a tighter bound."""
 
-WHOLE_SHARE = 0.25
+WHOLE_SHARE = 1 / 3
 """Most of the time limit that is kept for lowering the best plan whole, as a fraction."""
 
 SPARE = 2.0
@@ -193,9 +193,13 @@ class OfflineDriver(Driver):
         return self._machines[key]
 
     def _searching(self) -> bool:
-        """Whether time is left to search, beside what lowering the best plan whole takes."""
-        kept_s = 0.0 if self._models.alone else SPARE * self._whole_s()
-        return self.deadline.left_s > min(kept_s, WHOLE_SHARE * (self.deadline.limit_s or 0.0))
+        """Whether time is left to search, beside what lowering the best plan whole takes.
+
+        No time is kept for a large model, which is unlikely to be lowered in time.
+        """
+        kept_s, limit_s = SPARE * self._whole_s(), self.deadline.limit_s or 0.0
+        keeps = kept_s <= WHOLE_SHARE * limit_s and not self._models.alone
+        return self.deadline.left_s > (kept_s if keeps else 0.0)
 
     def _whole_s(self, stages: int = 1) -> float:
         """Expected seconds to capture and lower the whole model; 0 if nothing is known.
