@@ -18,6 +18,7 @@ from autopar.common.deadline import Deadline, TimeIsOver
 from autopar.common.garbage import rare_collections
 from autopar.driver.driver import Driver
 from autopar.errors import BatchError, PlanError, StrategyError
+from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
@@ -144,11 +145,12 @@ class OfflineDriver(Driver):
         if not plan.bucket_bytes or plan.name not in self._extended or self._models.alone:
             return None
         problem, config = self._extended.pop(plan.name)
-        context = SearchContext(baseline=self.baseline)
+        lowered: list[Plan] = []
+        context = SearchContext(baseline=self.baseline, on_candidate=lowered.append)
         try:
             return super().plan_mesh(problem, context, config)
         except TimeIsOver:
-            return None
+            return _too_large(lowered[0], problem) if lowered else None
 
     def with_outcome(self, plan: Plan, problem: PlanningProblem) -> Plan:
         """Also predicts DDP and fully_shard, where the search did not."""
@@ -229,6 +231,16 @@ class OfflineDriver(Driver):
 
     def _capture_slice(self, slices: int, cache: CaptureCache) -> TrainingGraph:
         return self._capture_rank(slices, cache=cache, in_time=slices > 1)
+
+
+def _too_large(whole: Plan, problem: PlanningProblem) -> Plan | None:
+    """A lowered plan that does not fit, with a note; None if it does."""
+    cap, cost = problem.cap_on(problem.cluster), whole.prediction
+    if cap is None or cost is None or cost.needed_bytes <= cap:
+        return None
+    over = human_bytes(cost.needed_bytes - cap)
+    note = f"does not fit: it needs {over} more than the cap, and no time was left to change it"
+    return replace(whole, notes=(*whole.notes, note))
 
 
 def plan_offline(

@@ -32,7 +32,13 @@ SCALARS = (
     "host_bytes",
 )  # fmt: skip
 GAPS = "gaps"
-"""Bytes that the allocator reserves beside those of tensors, which do not grow with the blocks."""
+"""Bytes that the allocator reserves beside those of tensors, which hardly grow with the blocks."""
+
+GROWN_GAPS = 0.03
+"""What a whole model adds to them, as a fraction of its tensors; three in four add less.
+
+Of 106 configurations of six models on A100 and H100, lowered whole. The median adds 0.01.
+"""
 
 TABLES = ("memory", "waits", "causes", "provenance")
 NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"
@@ -89,10 +95,13 @@ class ExtendedEvaluator(Evaluator):
             tables[name] = {key: round(value) for key, value in tables[name].items()}
         scalars = {name: tables[name][""] for name in SCALARS}
         scalars |= {n: round(value) for n, value in scalars.items() if n.endswith("_bytes")}
-        scalars["reserved_bytes"] = scalars["peak_bytes"] + round(tables[GAPS][""])
+        context_bytes, gaps = self._context_bytes(config), tables[GAPS][""]
+        if context_bytes:  # on a GPU
+            gaps += GROWN_GAPS * scalars["peak_bytes"]
+        scalars["reserved_bytes"] = scalars["peak_bytes"] + round(gaps)
         found: dict[str, Any] = scalars | {name: tables[name] for name in TABLES}
         work = replace(self.reduced[0].work, flops=tables["work"]["flops"])
-        prediction = Prediction(**found, context_bytes=self._context_bytes(config), work=work)
+        prediction = Prediction(**found, context_bytes=context_bytes, work=work)
         sent = tuple(sorted((axis, size) for axis, size in tables["sent"].items() if size))
         plan = self.plan(config)
         plan = replace(plan, sent_bytes=sent, notes=(*plan.notes, NOTE))

@@ -197,10 +197,10 @@ class _MeshSearch(SearchRecord):
 
     def report_first(self, progress: SearchProgress, plan: Plan) -> None:
         """Reports the first candidate of a mesh that fits, before the mesh is done."""
-        cost, cap = plan.prediction, self.cap
+        cost = plan.prediction
         if cost is None or progress.mesh in self.reported:
             return
-        if cap is None or cost.needed_bytes <= cap:
+        if self.fits(plan):
             self.reported.add(progress.mesh)
             self.progress(replace(progress, best_s=cost.step_s))
 
@@ -304,7 +304,10 @@ class _MeshSearch(SearchRecord):
                 self.try_mesh(each.strategy, done, len(ordered) + 1)
 
     def refine_best(self, refine: RefinePlan) -> None:
-        """Lowers the best plan whole, and the next one if that is slower then."""
+        """Lowers the best plan whole, and the next one if that is slower then or does not fit.
+
+        The only plan stays although it does not fit: it says so.
+        """
         while (best := self.best) is not None:
             self.progress(SearchProgress(f"{best.name} whole", 0, 0, step_s(best)))
             try:
@@ -315,7 +318,14 @@ class _MeshSearch(SearchRecord):
                 continue
             if whole is None:
                 return
-            self.plans[self.plans.index(best)] = whole
+            if len(self.plans) > 1 and not self.fits(whole):
+                self.plans.remove(best)
+            else:
+                self.plans[self.plans.index(best)] = whole
+
+    def fits(self, plan: Plan) -> bool:
+        cost = plan.prediction
+        return self.cap is None or cost is None or cost.needed_bytes <= self.cap
 
     def estimated(
         self, strategies: Sequence[Strategy], estimate: EstimateMesh, *, tried_first: bool

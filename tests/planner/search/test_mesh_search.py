@@ -258,6 +258,23 @@ def test_time_that_ends_before_anything_fits_proves_nothing() -> None:
         fastest_mesh(problem(memory=10**9), late, FAR, 4, context)
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_a_plan_that_does_not_fit_whole_is_told_or_replaced(others: bool) -> None:
+    answers: Answers = {(1, 1, None): predicted(2.0, 1.0), (1, 2, None): predicted(1.2, 0.2)}
+    expected = {(1, 2, None): 1.2, (1, 2, 1): 1.2} if others else {}
+
+    def refine(plan: Plan) -> Plan | None:
+        fastest = "(1, 2, None)" if others else "(1, 1, None)"
+        if plan.name != fastest or plan.notes or plan.prediction is None:
+            return None
+        return replace(plan, prediction=replace(plan.prediction, peak_bytes=10**9), notes=("told",))
+
+    tight = problem(memory=10**8)
+    found = fastest_mesh(tight, looking(answers, []), expecting(expected), 4, refine=refine)
+    assert found.name == "(1, 1, None)"
+    assert ("told" in found.notes) == (not others)
+
+
 def test_what_cannot_be_captured_at_all_is_said() -> None:
     with pytest.raises(CaptureError):
         fastest_mesh(problem(), looking({(1, 1, None): CaptureError("if x > 0")}, []), FAR, 4)
