@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from autopar._torch import patched, pytree
 from autopar.capture.state.contents import PLAIN
-from autopar.common.deadline import check_time
 
 MIN_BLOCKS = 4
 """Fewest equal blocks to share a trace."""
@@ -119,7 +118,6 @@ class RepeatedBlocks:
 
     def _marked(self, kind: BlockKind, block: nn.Module, forward: Callable[..., Any]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            check_time()
             state: dict[str, Tensor] = dict(block.named_parameters(remove_duplicate=False))
             state |= dict(block.named_buffers(remove_duplicate=False))
             leaves, structure = pytree.tree_flatten((state, args, kwargs))
