@@ -25,8 +25,9 @@ from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import moved_bytes, time_key
 from autopar.cost_model.kernels.timing import flops_of
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
+from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.step_replay import ReplayGroup
+from autopar.cost_model.measurement.timing_context import Timing
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph

@@ -6,19 +6,16 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.cost_model import disk_cache
 from autopar.cost_model.collectives import collective_of, is_wait
 from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
-from autopar.cost_model.host import Host, device_name, oversubscription, shares_cores
+from autopar.cost_model.host import oversubscription, shares_cores
 from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, is_row_wise, traffic
 from autopar.cost_model.kernels.gemm_efficiency import (
@@ -28,53 +25,22 @@ from autopar.cost_model.kernels.gemm_efficiency import (
 )
 from autopar.cost_model.kernels.queue_timing import QueueTimer, time_empty_kernel
 from autopar.cost_model.kernels.roofline import ROW_WISE, Roofline
-from autopar.cost_model.kernels.settings import kernel_settings
 from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup, replay_step
+from autopar.cost_model.measurement.timing_context import (
+    Timing,
+    TimingContext,
+    read_times,
+    resolve,
+    write_times,
+)
 from autopar.ir.graph import TrainingGraph
 from autopar.operators.kernels import is_canonical, own_kernels
 
 _DISPATCH = "dispatch"  # key of a call that computes nothing
 _MAX_SIZE_RATIO = 16.0  # between operators of a kind that are derived from each other
 _REPLAYS = 5  # runs of a graph that is replayed: one to warm up, one to count, three rounds
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One timed operator: the median of its runs, its work, and the date as YYYY-MM-DD.
-
-    `flops` is 0 except for matrix products and the like. `nbytes` are the bytes read and written.
-    `rehearsed` tells whether it was timed inside a replayed step, not alone. `host_s` are the
-    seconds of the host that issues it to a GPU, which `seconds` exclude.
-    """
-
-    seconds: float
-    flops: float
-    nbytes: int
-    day: str
-    rehearsed: bool = False
-    host_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class TimingContext:
-    """Conditions of a timing; times of other conditions do not count.
-
-    `threads` are those of one operator. `sharing` is the number of ranks that share the host's
-    cores and are timed at once. `kernels` has the settings of `kernel_settings`, if present.
-    """
-
-    device: str
-    model: str
-    threads: int
-    sharing: int
-    torch: str
-    kernels: str = ""
-
-    def facts(self) -> dict[str, Any]:
-        """The key of a cache; settings of torch only where they are not its defaults."""
-        return {name: fact for name, fact in asdict(self).items() if fact != ""}
 
 
 @dataclass(frozen=True)
@@ -113,16 +79,24 @@ class OperatorTimes:
         return not self.present and not self.on_host
 
     @property
+    def runs_here(self) -> bool:
+        """Whether operators run on the cores of this host."""
+        return self.present and self.on_host
+
+    @property
     def oversubscription(self) -> float:
         """Computing threads of all ranks for each core of this host, at least 1."""
-        here = self.present and self.on_host
-        return oversubscription(self.setting.sharing, self.setting.threads) if here else 1.0
+        sharing, threads = self.setting.sharing, self.setting.threads
+        return oversubscription(sharing, threads) if self.runs_here else 1.0
 
     @property
     def shares_cores(self) -> bool:
         """Whether ranks share cores, and CPU time tells: threads of operators have own clocks."""
-        here = self.present and self.on_host
-        return here and shares_cores(self.setting.sharing, self.setting.threads)
+        return self.runs_here and shares_cores(self.setting.sharing, self.setting.threads)
+
+    def relief(self, ranks: int) -> float:
+        """Ratio of an operator's time to its time on a free core; 1 if `ranks` span hosts."""
+        return self.oversubscription if self.setting.sharing >= ranks else 1.0
 
     @classmethod
     def load(
@@ -134,8 +108,8 @@ class OperatorTimes:
         number of ranks on this host. A model that `runs_on` "cpu" tells nothing about a GPU, even
         where there is one.
         """
-        setting, present = _resolve(str(device), sharing, runs_on)
-        return cls(setting, present, *_cached(setting))
+        setting, present = resolve(str(device), sharing, runs_on)
+        return cls(setting, present, *read_times(setting))
 
     def measure(
         self,
@@ -256,15 +230,7 @@ class OperatorTimes:
 
     def save(self) -> None:
         """Writes the times to the cache, merged with those of other processes."""
-        if not disk_cache.writes_for_host():
-            return
-        times, alone = _cached(self.setting)
-        data = {
-            "setting": self.setting.facts(),
-            "times": {key: asdict(timing) for key, timing in {**times, **self.times}.items()},
-            "alone": {**alone, **self.alone},
-        }
-        disk_cache.write_json(_path(self.setting), data)
+        write_times(self.setting, self.times, self.alone)
 
     def of(self, graph: TrainingGraph) -> OperatorTimes:
         """These times for a graph whose operators the backend may fuse."""
@@ -413,38 +379,3 @@ class OperatorTimes:
 def _communicates(node: fx.Node) -> bool:
     """Whether a node issues a collective or waits for one."""
     return is_wait(node) or collective_of(node) is not None
-
-
-def _resolve(device: str, sharing: int, runs_on: str) -> tuple[TimingContext, bool]:
-    """The setting of a device by its type or name, and whether models run on it here."""
-    host = Host.here()
-    cuda = device != "cpu" and torch.cuda.is_available()  # looking at it makes a context
-    gpu = device_name(torch.device("cuda")) if cuda else ""
-    if device == "cpu":
-        name, model, present = "cpu", host.cpu, True
-    elif device.split(":")[0] == "cuda":
-        name, model, present = gpu or "cuda", gpu or "cuda", cuda
-    else:
-        name, model, present = device, device, device == gpu and runs_on == "cuda"
-    kernels = kernel_settings("cpu" if name == "cpu" else "cuda") if present else ""
-    return TimingContext(name, model, host.threads, sharing, host.torch, kernels), present
-
-
-def _path(setting: TimingContext) -> Path:
-    return disk_cache.cache_directory() / "operators" / f"{disk_cache.digest(setting.facts())}.json"
-
-
-def _cached(setting: TimingContext) -> tuple[dict[str, Timing], dict[str, float]]:
-    """The times in the cache of this setting, in steps and alone."""
-
-    def parse(data: Any) -> tuple[dict[str, Timing], dict[str, float]]:
-        if data["setting"] != setting.facts():
-            return {}, {}
-        for fields in data["times"].values():
-            disk_cache.check_numbers(
-                {name: fields[name] for name in ("seconds", "flops", "nbytes")}
-            )
-        times = {key: Timing(**fields) for key, fields in data["times"].items()}
-        return times, disk_cache.check_numbers(data.get("alone", {}))
-
-    return disk_cache.read_cached(_path(setting), parse) or ({}, {})

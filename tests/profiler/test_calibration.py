@@ -8,8 +8,8 @@ from autopar.cost_model.cluster.interference import Slowdown
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.measurement.operator_times import Timing
 from autopar.cost_model.measurement.optimizer_step import UpdateCost
+from autopar.cost_model.measurement.timing_context import Timing
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.step import simulate
 from autopar.ir.roles import Input, Output

@@ -140,8 +140,7 @@ class PipelineEvaluator(Evaluator):
 
     def _run(self, costs: Sequence[StageCost], link: P2PCost) -> PipelineSimulation:
         operators = self.setup.operators
-        shared = operators.setting.sharing >= self.setup.base.world_size
-        slowdown = operators.oversubscription if shared else 1.0  # else already in the times
+        slowdown = operators.relief(self.setup.base.world_size)
         own = link.cluster.slowdown
         issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
         run = simulate_pipeline(self.orders, costs, link.seconds, issue_s, own.late_s, slowdown)

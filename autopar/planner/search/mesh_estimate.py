@@ -175,6 +175,7 @@ class _StepModel:
         strategy = self.problem.strategy
         self.stages, self.micro_batches = strategy.pp_size, strategy.micro_batches or 1
         self.parameter_bytes = self.micro_batch.parameter_bytes / self.stages
+        self.relief = self.machine.operators.relief(self.problem.world_size)
         # sizes of the data axis' levels, if ZeRO shards over the inner one only
         self.levels = Levels(DATA_AXIS, strategy.dp_shard or 1).sizes(self.problem.dp_size)
 
@@ -193,13 +194,14 @@ class _StepModel:
         Without stages, compute waits for messages along the model's axes. The update follows. Each
         stage of a pipeline waits for the first micro-batch and after its last one, while the
         other stages compute a forward and a backward without gradients of parameters. Two equal
-        stages per rank halve that.
+        stages per rank halve that. Where ranks share cores, those that wait free them for others.
         """
         found = self.micro_batch
         each_s = found.least_s if self.stages == 1 else found.compute_s / self.stages
         chunks = max(MOST_STAGES_PER_RANK, self.problem.strategy.stages_per_rank or 1)
         fill_s = 2 * FORWARD_SHARE * (self.stages - 1) * each_s / chunks
-        compute_s = self.micro_batches * each_s + fill_s
+        full_s = self.micro_batches * each_s
+        compute_s = max(full_s, (full_s + fill_s) / self.relief)
         sums_s = self.scatter_s + self.data_s("all_gather")
         compute_s += min(self.update_s(zero) for zero, _ in self.options())
         return max(compute_s, sums_s if self.levels else min(self.data_s("all_reduce"), sums_s))
@@ -211,8 +213,19 @@ class _StepModel:
         if self.stages > 1:
             link = P2PCost(self.machine.cluster, self.problem.mesh)
             sent_s = link.slowest_s(round(self.micro_batch.crossing_bytes))
-        busy_s = (self.micro_batches + self.stages - 1) * (each_s + sent_s)
-        return busy_s + self.exposed_s(zero, each_s) + self.update_s(zero)
+        slots = [self.slot_s(index, each_s) + sent_s for index in range(self.slots)]
+        return sum(slots) + self.exposed_s(zero, each_s) + self.update_s(zero)
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches that a pipeline could compute in the time of a step, one after another."""
+        return self.micro_batches + self.stages - 1
+
+    def slot_s(self, index: int, each_s: float) -> float:
+        """Seconds of a micro-batch on a stage while the stages of a slot compute at once."""
+        filling, draining = index + 1, self.slots - index
+        busy = min(filling, draining, self.stages, self.micro_batches)
+        return each_s * max(1 / self.relief, busy / self.stages)
 
     def exposed_s(self, zero: int, each_s: float) -> float:
         """Exposed seconds of the data axis, with `each_s` seconds of a micro-batch on a stage."""

@@ -10,7 +10,8 @@ from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.kernels.fusion import is_fused, traffic
 from autopar.cost_model.kernels.signature import moved_bytes, time_key
 from autopar.cost_model.kernels.timing import flops_of
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.timing_context import Timing
 from autopar.ir.graph import TrainingGraph
 
 ROWS, WIDTH = 16384, 512

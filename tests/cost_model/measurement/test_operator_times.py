@@ -11,7 +11,8 @@ from autopar.cost_model.kernels.random_inputs import index_bound
 from autopar.cost_model.kernels.roofline import Roofline
 from autopar.cost_model.kernels.signature import moved_bytes, signature
 from autopar.cost_model.kernels.timing import Stopwatch
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.timing_context import Timing
 from autopar.ir.roles import Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
 

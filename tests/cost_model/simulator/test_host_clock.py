@@ -11,7 +11,8 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import time_key
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing, TimingContext
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.timing_context import Timing, TimingContext
 from autopar.cost_model.simulator.step import reads_device, simulate
 from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.ir.roles import Input, Output

@@ -10,7 +10,8 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import signature, time_key
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing, TimingContext
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.timing_context import Timing, TimingContext
 from autopar.cost_model.simulator.step import simulate
 from autopar.cost_model.simulator.streams import Clock
 from autopar.cost_model.storage import LANES, UNMEASURED, WRITE

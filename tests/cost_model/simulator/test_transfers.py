@@ -9,7 +9,8 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.kernels.signature import time_key
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing, TimingContext
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.timing_context import Timing, TimingContext
 from autopar.cost_model.simulator.chrome_trace import slices_of
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.storage import (

@@ -9,7 +9,8 @@ from torch import nn
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.signature import signature, time_key
-from autopar.cost_model.measurement.operator_times import OperatorTimes, Timing
+from autopar.cost_model.measurement.operator_times import OperatorTimes
+from autopar.cost_model.measurement.timing_context import Timing
 from autopar.passes.rules.loops import Operator, split_loop
 from autopar.passes.rules.registry import loops_of
 from autopar.planner.placement.costs import PlacementCosts, local_node, shards_of
