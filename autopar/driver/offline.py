@@ -236,7 +236,7 @@ class OfflineDriver(Driver):
 def _too_large(whole: Plan, problem: PlanningProblem) -> Plan | None:
     """A lowered plan that does not fit, with a note; None if it does."""
     cap, cost = problem.cap_on(problem.cluster), whole.prediction
-    if cap is None or cost is None or cost.needed_bytes <= cap:
+    if cap is None or cost is None or cost.fits(cap):
         return None
     over = human_bytes(cost.needed_bytes - cap)
     note = f"does not fit: it needs {over} more than the cap, and no time was left to change it"

@@ -152,6 +152,10 @@ class Prediction:
         """Bytes to compare with a memory cap: reserved bytes on a GPU, tensor bytes on a CPU."""
         return self.reserved_bytes if self.context_bytes else self.peak_bytes
 
+    def fits(self, cap: int | None) -> bool:
+        """Whether a rank needs at most `cap` bytes; None for no cap."""
+        return cap is None or self.needed_bytes <= cap
+
 
 @dataclass(frozen=True)
 class RunnerUp:

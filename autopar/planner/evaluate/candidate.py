@@ -112,7 +112,7 @@ class Candidate:
         """Whether it needs at most `cap` bytes, None for no cap, and at most `host_cap`."""
         if self.host_cap is not None and self.prediction.host_bytes > self.host_cap:
             return False
-        return cap is None or self.needed_bytes <= cap
+        return self.prediction.fits(cap)
 
 
 def _counted(values: Iterable[str]) -> str:

@@ -325,7 +325,7 @@ class _MeshSearch(SearchRecord):
 
     def fits(self, plan: Plan) -> bool:
         cost = plan.prediction
-        return self.cap is None or cost is None or cost.needed_bytes <= self.cap
+        return cost is None or cost.fits(self.cap)
 
     def estimated(
         self, strategies: Sequence[Strategy], estimate: EstimateMesh, *, tried_first: bool

@@ -25,7 +25,7 @@ COMPUTE_S = 1.2
 
 
 def estimated(stages: int, micro_batches: int, relief: float) -> MeshEstimate:
-    """Of a model that only computes: it has no parameters and sends nothing."""
+    """Estimate of a model that only computes: it has no parameters and sends nothing."""
     cluster = Cluster.named("dgx-h100", 1)
     operators: Any = SimpleNamespace(relief=lambda ranks: relief)
     update: Any = SimpleNamespace(seconds=lambda sizes, *, dtensors: ZERO_COST)
