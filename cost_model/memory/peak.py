@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.memory.allocator import allocator_of, context_bytes, workspace_bytes
+from autopar.cost_model.memory.growth import Parts, parts_of_step
 from autopar.cost_model.memory.liveness import ALWAYS, CATEGORIES, Overhead, Span, memory_spans
 from autopar.ir.graph import TrainingGraph
 
@@ -33,6 +34,7 @@ class Memory:
         context: modelled bytes that the process takes of a GPU beside that (see `allocator`).
         nodes: points of the curve: every operator of `graph.calls()`, then UPDATE.
         table: int64 [CATEGORIES, nodes], bytes of each category at each point.
+        forward: number of points before the backward.
     """
 
     device: str
@@ -43,6 +45,16 @@ class Memory:
     context: int
     nodes: tuple[str, ...]
     table: NDArray[np.int64]
+    forward: int
+
+    @property
+    def parts(self) -> Parts:
+        """Memory of the parts of the step."""
+        points = np.arange(len(self.nodes) - 1)
+        forward = points < self.forward
+        start = np.where(forward, 0, self.forward)
+        length = np.where(forward, self.forward, len(points) - self.forward)
+        return parts_of_step(self.table, forward, (points - start) / length)
 
     @property
     def curve(self) -> tuple[int, ...]:
@@ -80,6 +92,7 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
     total = table.sum(axis=0)
     peak = int(total.argmax())
     names = (*(nodes[i].name for i in points[:-1]), UPDATE)
+    backward = nodes.index(graph.backward_start)
     return Memory(
         device=overhead.device,
         peak=int(total[peak]),
@@ -89,6 +102,7 @@ def simulate_memory(graph: TrainingGraph, overhead: Overhead | None = None) -> M
         context=context_bytes(overhead.device),
         nodes=names,
         table=table,
+        forward=sum(point < backward for point in points[:-1]),
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cost_model.memory.growth import Parts
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.buckets import BUCKET_BYTES, Buckets
 from autopar.plan.compression import Compression, Compressions
@@ -93,12 +94,14 @@ class Candidate:
 
     Attributes:
         host_cap: bytes of host memory of a rank; None if unknown.
+        parts: memory of the parts of a step; None if the plan has stages or was not lowered.
     """
 
     config: CandidateConfig
     plan: Plan
     prediction: Prediction
     host_cap: int | None = None
+    parts: Parts | None = None
 
     @property
     def step_s(self) -> float:

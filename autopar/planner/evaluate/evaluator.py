@@ -97,7 +97,8 @@ class SpmdEvaluator(Evaluator):
             report_data=report_data_of(graph, setup.cluster, result),
         )
         plan = replace(plan, notes=(*plan.notes, *result.notes()))
-        return setup.candidate(config, plan, prediction)
+        candidate = setup.candidate(config, plan, prediction)
+        return replace(candidate, parts=result.memory.parts)
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
         plan, graph = self._program(config)

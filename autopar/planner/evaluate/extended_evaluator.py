@@ -1,8 +1,9 @@
 """`ExtendedEvaluator`: figures of a whole model from few of its repeated blocks, by arithmetic.
 
 Blocks of a kind that are configured alike add the same to every figure of a step: its times, bytes
-and FLOPs. The model is lowered and simulated with two blocks of each kind, and with a third.
-Blocks of a kind that are configured differently count in proportion.
+and FLOPs. The peak of memory grows by its parts (`growth`). The model is lowered and simulated with
+two blocks of each kind, and with a third. Blocks of a kind that are configured differently count in
+proportion.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import product
 from typing import Any
 
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.memory.growth import MoreBlocks, grown_peak
 from autopar.plan.prediction import Prediction, Work
 from autopar.plan.recompute import Level
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
@@ -28,8 +30,7 @@ Class = tuple[int, Level, bool]
 """ZeRO stage, recomputation and offload of a block."""
 
 SCALARS = (
-    "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "peak_bytes", "node_bytes",
-    "host_bytes",
+    "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "node_bytes", "host_bytes",
 )  # fmt: skip
 GAPS = "gaps"
 """Bytes that the allocator reserves beside those of tensors, which hardly grow with the blocks."""
@@ -40,7 +41,8 @@ GROWN_GAPS = 0.03
 Of 106 configurations of six models on A100 and H100, lowered whole. The median adds 0.01.
 """
 
-TABLES = ("memory", "waits", "causes", "provenance")
+MEMORY = "memory"
+TABLES = ("waits", "causes", "provenance")
 NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"
 
 
@@ -87,19 +89,20 @@ class ExtendedEvaluator(Evaluator):
     def evaluate(self, config: CandidateConfig) -> Candidate:
         figures = self._figures(config)
         tables: dict[str, dict[str, Any]] = {
-            name: {} for name in (*SCALARS, *TABLES, GAPS, "sent", "work")
+            name: {} for name in (*SCALARS, *TABLES, MEMORY, GAPS, "sent", "work")
         }
         for (field, key), value in figures.items():
             tables[field][key] = max(0.0, value)
-        for name in ("memory", "provenance", "sent"):
+        for name in (MEMORY, "provenance", "sent"):
             tables[name] = {key: round(value) for key, value in tables[name].items()}
         scalars = {name: tables[name][""] for name in SCALARS}
         scalars |= {n: round(value) for n, value in scalars.items() if n.endswith("_bytes")}
+        scalars["peak_bytes"] = sum(tables[MEMORY].values())
         context_bytes, gaps = self._context_bytes(config), tables[GAPS][""]
         if context_bytes:  # on a GPU
             gaps += GROWN_GAPS * scalars["peak_bytes"]
         scalars["reserved_bytes"] = scalars["peak_bytes"] + round(gaps)
-        found: dict[str, Any] = scalars | {name: tables[name] for name in TABLES}
+        found: dict[str, Any] = scalars | {name: tables[name] for name in (*TABLES, MEMORY)}
         work = replace(self.reduced[0].work, flops=tables["work"]["flops"])
         prediction = Prediction(**found, context_bytes=context_bytes, work=work)
         sent = tuple(sorted((axis, size) for axis, size in tables["sent"].items() if size))
@@ -155,19 +158,45 @@ class ExtendedEvaluator(Evaluator):
         """Figures of the whole model if all blocks of a kind are of one class."""
         own = self._reduced_config(self.reduced[0], classes, config)
         if own not in self._uniform:
-            base, *others = (
-                figures_of(item, self._reduced_config(item, classes, config))
-                for item in self.reduced
+            configs = (self._reduced_config(item, classes, config) for item in self.reduced)
+            pairs = zip(self.reduced, configs, strict=True)
+            few, *more = (item.evaluator.evaluate(each) for item, each in pairs)
+            total = self._summed(few, more)
+            stage = min(stage for stage, *_ in classes)
+            for name, nbytes in self._memory(few, more, config, stage).items():
+                total[MEMORY, name] = nbytes
+            gaps = (
+                each.prediction.reserved_bytes - each.prediction.peak_bytes for each in (few, *more)
             )
-            total = Counter(base)
-            for item, more in zip(self.reduced[1:], others, strict=True):
-                for key in {*base, *more}:
-                    block = max(0.0, more.get(key, 0.0) - base.get(key, 0.0))
-                    total[key] += block * item.times  # type: ignore[assignment]
-            gaps = (GAPS, "")
-            total[gaps] = max(each[gaps] for each in (base, *others))  # type: ignore[assignment]
-            self._uniform[own] = total
+            self._uniform[own] = {**total, (GAPS, ""): float(max(gaps))}
         return self._uniform[own]
+
+    def _summed(self, few: Candidate, more: Sequence[Candidate]) -> dict[tuple[str, str], float]:
+        """Figures that each block adds to."""
+        base = figures_of(few, self.reduced[0].work)
+        total = dict(base)
+        for item, candidate in zip(self.reduced[1:], more, strict=True):
+            own = figures_of(candidate, item.work)
+            for key in {*base, *own}:
+                block = max(0.0, own.get(key, 0.0) - base.get(key, 0.0))
+                total[key] = total.get(key, 0.0) + block * item.times
+        return total
+
+    def _memory(
+        self,
+        few: Candidate,
+        more: Sequence[Candidate],
+        config: CandidateConfig,
+        zero_stage: int,
+    ) -> Mapping[str, int]:
+        """Bytes of each category at the peak."""
+        assert few.parts is not None
+        samples = []
+        for item, candidate in zip(self.reduced[1:], more, strict=True):
+            assert candidate.parts is not None
+            samples.append(MoreBlocks(candidate.parts, item.times))
+        gathered = config.gather_bytes * (1 + config.prefetch) if zero_stage == 3 else 0
+        return grown_peak(few.parts, samples, zero_stage, config.reduce_bytes + gathered)
 
     def _reduced_config(
         self, reduced: ReducedEvaluator, classes: Sequence[Class], config: CandidateConfig
@@ -187,13 +216,11 @@ class ExtendedEvaluator(Evaluator):
         )
 
 
-def figures_of(reduced: ReducedEvaluator, config: CandidateConfig) -> dict[tuple[str, str], float]:
-    """Figures of a configuration of a reduced model."""
-    candidate = reduced.evaluator.evaluate(config)
+def figures_of(candidate: Candidate, work: Work) -> dict[tuple[str, str], float]:
+    """Figures of a configuration of a reduced model, with its work."""
     cost = candidate.prediction
     found = {(name, ""): float(getattr(cost, name)) for name in SCALARS}
     for name in TABLES:
         found |= {(name, key): float(value) for key, value in getattr(cost, name).items()}
     found |= {("sent", axis): float(nbytes) for axis, nbytes in candidate.plan.sent_bytes}
-    found[GAPS, ""] = float(cost.reserved_bytes - cost.peak_bytes)
-    return found | {("work", "flops"): reduced.work.flops}
+    return found | {("work", "flops"): work.flops}

@@ -80,7 +80,10 @@ class PipelineEvaluator(Evaluator):
             simulated = self._simulate(self._lower(config))
             notes = max((stage.more.notes() for stage in simulated.stages), key=len)
             plan = replace(simulated.plan, notes=(*simulated.plan.notes, *notes))
-            self._candidates[config] = self.setup.candidate(config, plan, simulated.prediction())
+            found = self.setup.candidate(config, plan, simulated.prediction())
+            if len(simulated.stages) == 1:
+                found = replace(found, parts=simulated.memories[0].parts(self.orders[0]))
+            self._candidates[config] = found
         return self._candidates[config]
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:

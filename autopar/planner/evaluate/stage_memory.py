@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.kernels.aliases import find_storages
+from autopar.cost_model.memory.growth import Bytes, Parts, parts_of_step
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.cost_model.simulator.pipeline_transfers import Input
 from autopar.cost_model.simulator.schedules import ENDS, Action
@@ -25,7 +26,6 @@ from autopar.ir.roles import (
     UnreducedGrad,
 )
 
-Bytes = NDArray[np.int64]
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
 _SAVED, _GRADIENTS, _FLYING = _ROW["saved"], _ROW["gradients"], _ROW["in flight"]
 _ALWAYS = [_ROW[n] for n in ("parameters", "optimizer", "buffers", "inputs", "gathered")]
@@ -160,6 +160,11 @@ class RankMemory:
     @property
     def peak(self) -> int:
         return int(self.table.sum(axis=0).max())
+
+    def parts(self, order: Sequence[Action]) -> Parts:
+        """Memory of the parts of a step with one stage and these actions."""
+        forward = np.array([order[index].kind == "F" for index, _ in self.points[:-1]])
+        return parts_of_step(self.table, forward, np.array([at for _, at in self.points[:-1]]))
 
     @property
     def by_category(self) -> dict[str, int]:
