@@ -109,12 +109,15 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         after.meta = dict(before.meta)
         before.replace_all_uses_with(after)
         graph.erase_node(before)
+        for cast in [user for user in after.users if user.target is CAST and user < after]:
+            after.append(cast)  # of a gradient that is reduced in a narrower dtype
     for member in members:
         graph.erase_node(wait_of(member))
         graph.erase_node(member)
     return start
 
 
+CAST = torch.ops.aten._to_copy.default
 COPIED_META = ("placement", "batch_dims", "gradient", "summed")
 
 

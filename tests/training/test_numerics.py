@@ -1,6 +1,7 @@
 """Precision, random numbers and compiled code: what changes how a plan computes."""
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,22 @@ def autocast(rank: int, world_size: int) -> None:
 
 def test_bfloat16_by_autocast() -> None:
     run(autocast, 2)
+
+
+def reduced_in_bf16(rank: int, world_size: int) -> None:
+    """Buckets of gradients that travel in bf16, of whole and of sharded parameters."""
+    for zero, more in ((0, {}), (3, {}), (3, {"dp_shard": 2})):
+        strategy = replace(fixed(zero), reduce_precision="bf16", **more)
+        pair = Pair("gpt", dtype=f32, strategy=strategy)
+        args, _ = MODELS["gpt"].batch(8, 0)
+        for model in pair.models:
+            model(*args).backward()
+        assert any("reduced in bfloat16" in note for note in pair.parallel.plan.notes)
+        pair.check_gradients(2**-6)
+
+
+def test_gradients_are_reduced_in_bfloat16() -> None:
+    run(reduced_in_bf16, 4)
 
 
 class Float32Island(nn.Module):

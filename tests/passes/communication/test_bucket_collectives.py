@@ -1,3 +1,4 @@
+import pytest
 from expecttest import assert_expected_inline
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.plan.buckets import Buckets
+from tests.harness.training import close
 from tests.passes.golden import TwoLayers, text, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
 
@@ -94,6 +96,26 @@ def test_gradients_do_not_change() -> None:
     it = two_layers(ranks=3, rows=7, bias=True)
     buckets = Buckets(gather=((B0, W0, W1, B1),), regather=((W0, B0),), reduce=((W1, B1, W0, B0),))
     assert_parity(it, it.lower(lambda rank: (*before(rank, (3, 3)), BucketCollectives(buckets))))
+
+
+@pytest.mark.parametrize("shard", [(0, 0), (3, 3)], ids=str)
+def test_gradients_that_travel_in_bf16_are_cast_after_their_bucket(shard: tuple[int, int]) -> None:
+    it = two_layers(bias=True)
+    buckets = Buckets(gather=((B0, W0, W1, B1),), regather=((W0, B0),), reduce=((W1, B1, W0, B0),))
+
+    def passes(rank: int, *more: Pass) -> tuple[Pass, ...]:
+        narrow = SynchronizeGradients(AXIS, rank, dtype="bfloat16")
+        return *before(rank, shard)[:-1], narrow, *more
+
+    alone = it.run(it.lower(passes))
+    for have, want in zip(
+        it.run(it.lower(lambda rank: passes(rank, BucketCollectives(buckets)))), alone, strict=True
+    ):
+        close(
+            {str(role): value for role, value in have.items()},
+            {str(r): v for r, v in want.items()},
+            0.0,
+        )
 
 
 def test_says_why_it_declined() -> None:
