@@ -45,7 +45,21 @@ def cluster_of(run: Run) -> Cluster:
         assert figures is not None
         memory = figures.memory_bytes
         cluster = replace(cluster, device=run.device, figures=figures, device_memory_bytes=memory)
+    if run.node_gbit:
+        cluster = with_network(cluster, run.node_gbit * 1e9 / 8)
     return replace(cluster, versions={**cluster.versions, **run.versions})
+
+
+def with_network(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    """Return the cluster with another network of each node, whose collectives are modelled."""
+    assert cluster.topology is not None
+    topology = cluster.topology.copy()
+    nodes = cluster.world_size // cluster.ranks_per_node
+    links = [link for *ends, link in topology.edges(data=True) if "fabric" in ends]
+    for link in links:
+        link["bytes_per_s"] = bytes_per_s * nodes / len(links)
+    curves = {key: own for key, own in cluster.curves.items() if key.shape.nodes == 1}
+    return replace(cluster, topology=topology, curves=curves)
 
 
 def pinned(run: Run) -> Plan:

@@ -36,6 +36,7 @@ class Run:
     scatters: bool = False  # whether ranks of tp each send a part of what goes to the next stage
     backend: str = "ts"  # compiler that fuses small operators: "ts" for Megatron's fused kernels
     device: str = ""  # name of the GPU, if not that of the cluster
+    node_gbit: float = 0.0  # network of a node in Gbit/s, if not that of the cluster
     reserved_gib: float = 0.0  # memory that torch reserved on a GPU; 0 if not stated
     llama: Size | None = None  # size of a llama; a GPT of `sizes` otherwise
     half_products: bool = False  # whether every other matrix product is recomputed
@@ -178,8 +179,7 @@ def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
     """Llama under FSDP2 (torchtitan): tokens a second of a GPU."""
     gpus, rows, length = (int(row[key]) for key in ("gpus", "rows_per_gpu", "length"))
     size = replace(SIZES[row["model"]], vocabulary=int(row["vocabulary"]))
-    block = 2 * size.width**2 + 2 * size.width * size.groups * size.width // size.heads
-    block += 3 * size.width * size.inner
+    block = products_of(size)
     tokens, policy = rows * length, row["recompute"] == "op"
     held = 4 * tokens * size.vocabulary  # gradient of the log-probabilities
     if policy and row["backend"] == "eager":  # last products of blocks, which no backward reads
@@ -198,6 +198,42 @@ def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
         "links of a DGX, FlashAttention-2",
         backend=row["backend"], device=row["gpu"], reserved_gib=float(row["reserved_gib"]),
         llama=size, half_products=policy, held_bytes=held,
+    )  # fmt: skip
+
+
+def products_of(size: Size) -> int:
+    """Return the parameters of a block's products."""
+    return (
+        2 * size.width**2
+        + 2 * size.width * size.groups * size.width // size.heads
+        + 3 * size.width * size.inner
+    )
+
+
+FMS_LENGTH = 4096
+
+
+def fms(row: Mapping[str, str]) -> Iterator[Run]:
+    """Llama 2 under FSDP (fms-fsdp): tokens a second of a GPU.
+
+    HSDP shards over the GPUs of a node. Gradients are reduced in bfloat16.
+    """
+    gpus, rows, size = int(row["gpus"]), int(row["rows_per_gpu"]), SIZES[row["model"]]
+    sizes = Sizes(
+        size.width, size.layers, size.heads, size.vocabulary, FMS_LENGTH, tied=False, mixed=True
+    )
+    strategy = Strategy(
+        zero=3, recompute=row["recompute"],  # type: ignore[arg-type]
+        gather_bytes=2 * products_of(size), reduce_bytes=2 * products_of(size), prefetch=1,
+        hierarchical=False, dp_shard=8 if row["sharding"] == "HSDP" else None,
+        reduce_precision="bf16",
+    )  # fmt: skip
+    yield Run(
+        f"{row['model']} x {gpus} {row['gpu'][7:11]} {row['sharding']} {rows} {row['recompute']}",
+        "dgx-a100" if "A100" in row["gpu"] else "dgx-h100", gpus, sizes, rows * gpus, strategy,
+        float(rows * gpus * FMS_LENGTH), float(row["tokens_per_s_per_gpu"]), "tokens/s",
+        "torchtitan's operators, FlashAttention-2", backend="eager", device=row["gpu"],
+        node_gbit=float(row["node_gbit"]), llama=size,
     )  # fmt: skip
 
 
@@ -231,6 +267,7 @@ def seqpar(row: Mapping[str, str]) -> Iterator[Run]:
 READERS = {
     "ddp_impl": sc21,
     "act_ckpt": mpt,
+    "node_gbit": fms,
     "backend": torchtitan,
     "mfu_pct": h100,
     "activation_gib": seqpar,

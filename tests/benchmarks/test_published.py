@@ -7,11 +7,12 @@ import pytest
 
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.group_shape import GroupShape
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from autopar.report.plan import Plan
 from benchmarks.published.__main__ import choose
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
-from benchmarks.published.planning import pinned
+from benchmarks.published.planning import cluster_of, pinned
 from benchmarks.published.tables import Run, flops, pipelined, read
 from examples.plan_llama import Size
 
@@ -85,6 +86,28 @@ def test_torchtitan_recomputes_every_other_product(tmp_path: Path) -> None:
     assert none < half < whole
     # The last product of a block is kept for nothing, and the loss has a second gradient.
     assert run.held_bytes == 2 * 8192 * (4 * 128256 + 2 * 4096 * 32)
+
+
+def test_fms_runs_shard_within_a_node_and_have_their_own_network(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "model,gpu,gpus,sharding,recompute,rows_per_gpu,node_gbit,tokens_per_s_per_gpu\n"
+        "7b,NVIDIA A100-SXM4-80GB,16,HSDP,none,2,400,3760\n"
+    )
+    (run,) = read(table)
+    slow, fast = cluster_of(run), cluster_of(replace(run, node_gbit=0.0))
+    within, between = GroupShape(8, 8, 2), GroupShape(2, 1, 8)
+    for shape, times in ((within, 1), (between, 4)):  # 8 x 200 Gbit/s on a DGX
+        costs = [c.seconds("all_reduce", 2**30, shape, "float32").seconds for c in (slow, fast)]
+        assert costs[0] / costs[1] == pytest.approx(times, rel=0.25)
+    run = replace(
+        run,
+        llama=Size(512, 1792, 4, 4, 4, 256),
+        sizes=replace(run.sizes, hidden=512, layers=4, vocabulary=256),
+    )
+    plan = pinned(run)
+    assert plan.hybrid
+    assert plan.reduce_precision == "bfloat16"
 
 
 def test_tables_have_the_configuration(tmp_path: Path) -> None:
