@@ -48,7 +48,9 @@ def counted(name):
         (
             STEPS["modelled"],
             published(
-                *(f"{name}-2026-11-24" for name in ("sc21", "h100", "mpt")), "torchtitan-2026-11-25"
+                *(f"{name}-2026-11-24" for name in ("sc21", "h100", "mpt")),
+                "torchtitan-2026-11-25",
+                "fms-2026-11-27",
             ),
         ),
         (MEMORY["measured"], counted("prediction-memory-2026-11-21.json")),
