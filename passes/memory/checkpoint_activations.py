@@ -18,7 +18,7 @@ from autopar.operators.experts import expert_mm
 from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
 from autopar.passes.core.node_builder import aten, is_random, is_view, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.recompute import LEVELS, Level
+from autopar.plan.recompute import ALL_LEVELS, LEVELS, Level
 
 EXPENSIVE = frozenset(
     {
@@ -87,7 +87,7 @@ class CheckpointActivations(Pass):
         for level, block in product(LEVELS[1:], [*blocks[1:], ""]):
             if self.budget is None or storage_bytes(kept) <= self.budget:
                 break
-            if LEVELS.index(level) > LEVELS.index(levels[block]):
+            if ALL_LEVELS.index(level) > ALL_LEVELS.index(levels[block]):
                 levels[block] = level
                 kept = MinCut(graph, levels, self.fuses).kept()
         if set(levels.values()) == {"none"} and not self.fuses:

@@ -100,6 +100,13 @@ def test_budget_raises_blocks_until_it_holds() -> None:
     assert selective < kept <= middle
 
 
+def test_a_budget_raises_levels_that_the_planner_does_not_try() -> None:
+    graph = gpt().graph(0)
+    for level, raised in (("regather", "full"), ("everything", "everything")):
+        found, want = (kept_bytes(checkpointed(graph, *x)) for x in ((level, 0), (raised,)))  # type: ignore
+        assert found == want
+
+
 def test_random_numbers_and_statistics_are_never_drawn_again() -> None:
     graph = run_passes(gpt().graph(0), [AssignBatchAxis(AXIS)])
     after = checkpointed(graph, "full")
