@@ -85,10 +85,10 @@ def parts_of_step(table: Bytes, forward: NDArray[np.bool_], progress: NDArray[np
     return part(early, forward if forward.any() else early), part(late, late), update
 
 
-def grown_peak(
+def grown_parts(
     few: Parts, samples: Sequence[MoreBlocks], zero_stage: int, bucket_bytes: int
-) -> Mapping[str, int]:
-    """Bytes of each category at the peak of the whole model.
+) -> list[Bytes]:
+    """Bytes at the peak of each part of the whole model's step, [len(CATEGORIES)] each.
 
     Every further block adds what the level grows by, without transient and BUCKETED bytes. The rest
     of a sample's difference is of blocks that share a moment, so that it counts once, for one kind
@@ -100,8 +100,7 @@ def grown_peak(
     totals = [_grown(part, times, bucketed, bucket_bytes) for part in halves]
     base, *more = (part.level for part in update)  # a single moment
     totals.append(base + sum((own - base) * n for own, n in zip(more, times, strict=True)))
-    most = max(totals, key=np.sum)
-    return {name: max(0, int(most[row])) for row, name in enumerate(CATEGORIES)}
+    return [np.maximum(total, 0) for total in totals]
 
 
 def _grown(

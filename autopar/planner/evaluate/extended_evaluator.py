@@ -15,7 +15,8 @@ from itertools import product
 from typing import Any
 
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.memory.growth import MoreBlocks, grown_peak
+from autopar.cost_model.memory.growth import Bytes, MoreBlocks, grown_parts
+from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.plan.prediction import Prediction, Work
 from autopar.plan.recompute import Level
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
@@ -41,7 +42,9 @@ GROWN_GAPS = 0.03
 Of 106 configurations of six models on A100 and H100, lowered whole. The median adds 0.01.
 """
 
-MEMORY = "memory"
+MEMORY = ("around the forward's end", "towards the backward's end", "update")
+"""Parts of a step, each with its own peak (see `growth`)."""
+
 TABLES = ("waits", "causes", "provenance")
 NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"
 
@@ -89,20 +92,22 @@ class ExtendedEvaluator(Evaluator):
     def evaluate(self, config: CandidateConfig) -> Candidate:
         figures = self._figures(config)
         tables: dict[str, dict[str, Any]] = {
-            name: {} for name in (*SCALARS, *TABLES, MEMORY, GAPS, "sent", "work")
+            name: {} for name in (*SCALARS, *TABLES, *MEMORY, GAPS, "sent", "work")
         }
         for (field, key), value in figures.items():
             tables[field][key] = max(0.0, value)
-        for name in (MEMORY, "provenance", "sent"):
+        for name in (*MEMORY, "provenance", "sent"):
             tables[name] = {key: round(value) for key, value in tables[name].items()}
         scalars = {name: tables[name][""] for name in SCALARS}
         scalars |= {n: round(value) for n, value in scalars.items() if n.endswith("_bytes")}
-        scalars["peak_bytes"] = sum(tables[MEMORY].values())
+        memory = max((tables[part] for part in MEMORY), key=lambda table: sum(table.values()))
+        scalars["peak_bytes"] = sum(memory.values())
         context_bytes, gaps = self._context_bytes(config), tables[GAPS][""]
         if context_bytes:  # on a GPU
             gaps += GROWN_GAPS * scalars["peak_bytes"]
         scalars["reserved_bytes"] = scalars["peak_bytes"] + round(gaps)
-        found: dict[str, Any] = scalars | {name: tables[name] for name in (*TABLES, MEMORY)}
+        found: dict[str, Any] = scalars | {"memory": memory}
+        found |= {name: tables[name] for name in TABLES}
         work = replace(self.reduced[0].work, flops=tables["work"]["flops"])
         prediction = Prediction(**found, context_bytes=context_bytes, work=work)
         sent = tuple(sorted((axis, size) for axis, size in tables["sent"].items() if size))
@@ -163,8 +168,8 @@ class ExtendedEvaluator(Evaluator):
             few, *more = (item.evaluator.evaluate(each) for item, each in pairs)
             total = self._summed(few, more)
             stage = min(stage for stage, *_ in classes)
-            for name, nbytes in self._memory(few, more, config, stage).items():
-                total[MEMORY, name] = nbytes
+            for part, table in zip(MEMORY, self._memory(few, more, config, stage), strict=True):
+                total |= {(part, name): float(n) for name, n in zip(CATEGORIES, table, strict=True)}
             gaps = (
                 each.prediction.reserved_bytes - each.prediction.peak_bytes for each in (few, *more)
             )
@@ -188,15 +193,15 @@ class ExtendedEvaluator(Evaluator):
         more: Sequence[Candidate],
         config: CandidateConfig,
         zero_stage: int,
-    ) -> Mapping[str, int]:
-        """Bytes of each category at the peak."""
+    ) -> list[Bytes]:
+        """Bytes of each category at the peak of each part of the step."""
         assert few.parts is not None
         samples = []
         for item, candidate in zip(self.reduced[1:], more, strict=True):
             assert candidate.parts is not None
             samples.append(MoreBlocks(candidate.parts, item.times))
         gathered = config.gather_bytes * (1 + config.prefetch) if zero_stage == 3 else 0
-        return grown_peak(few.parts, samples, zero_stage, config.reduce_bytes + gathered)
+        return grown_parts(few.parts, samples, zero_stage, config.reduce_bytes + gathered)
 
     def _reduced_config(
         self, reduced: ReducedEvaluator, classes: Sequence[Class], config: CandidateConfig
