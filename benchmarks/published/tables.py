@@ -175,6 +175,22 @@ TITAN_LEVELS: Mapping[str, Level] = {"none": "none", "op": "selective", "full": 
 """Levels of autopar by torchtitan's name; "op" recomputes every other product, too."""
 
 
+def products_of(size: Size) -> int:
+    """Return the parameters of a block's products."""
+    return (
+        2 * size.width**2
+        + 2 * size.width * size.groups * size.width // size.heads
+        + 3 * size.width * size.inner
+    )
+
+
+def sizes_of(size: Size, length: int) -> Sizes:
+    """Return the sizes of a llama under FSDP, which casts float32 parameters."""
+    return Sizes(
+        size.width, size.layers, size.heads, size.vocabulary, length, tied=False, mixed=True
+    )
+
+
 def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
     """Llama under FSDP2 (torchtitan): tokens a second of a GPU."""
     gpus, rows, length = (int(row[key]) for key in ("gpus", "rows_per_gpu", "length"))
@@ -184,9 +200,7 @@ def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
     held = 4 * tokens * size.vocabulary  # gradient of the log-probabilities
     if policy and row["backend"] == "eager":  # last products of blocks, which no backward reads
         held += 2 * tokens * size.width * size.layers
-    sizes = Sizes(
-        size.width, size.layers, size.heads, size.vocabulary, length, tied=False, mixed=True
-    )
+    sizes = sizes_of(size, length)
     strategy = Strategy(
         zero=3, recompute=TITAN_LEVELS[row["recompute"]], gather_bytes=2 * block,
         reduce_bytes=4 * block, prefetch=1, hierarchical=False,
@@ -201,15 +215,6 @@ def torchtitan(row: Mapping[str, str]) -> Iterator[Run]:
     )  # fmt: skip
 
 
-def products_of(size: Size) -> int:
-    """Return the parameters of a block's products."""
-    return (
-        2 * size.width**2
-        + 2 * size.width * size.groups * size.width // size.heads
-        + 3 * size.width * size.inner
-    )
-
-
 FMS_LENGTH = 4096
 
 
@@ -219,12 +224,10 @@ def fms(row: Mapping[str, str]) -> Iterator[Run]:
     HSDP shards over the GPUs of a node. Gradients are reduced in bfloat16.
     """
     gpus, rows, size = int(row["gpus"]), int(row["rows_per_gpu"]), SIZES[row["model"]]
-    sizes = Sizes(
-        size.width, size.layers, size.heads, size.vocabulary, FMS_LENGTH, tied=False, mixed=True
-    )
+    sizes, nbytes = sizes_of(size, FMS_LENGTH), 2 * products_of(size)
     strategy = Strategy(
         zero=3, recompute=row["recompute"],  # type: ignore[arg-type]
-        gather_bytes=2 * products_of(size), reduce_bytes=2 * products_of(size), prefetch=1,
+        gather_bytes=nbytes, reduce_bytes=nbytes, prefetch=1,
         hierarchical=False, dp_shard=8 if row["sharding"] == "HSDP" else None,
         reduce_precision="bf16",
     )  # fmt: skip

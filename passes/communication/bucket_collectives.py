@@ -22,6 +22,7 @@ from autopar.passes.core.collective_ops import (
     tagged,
     wait_of,
 )
+from autopar.passes.core.node_builder import aten
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.plan.buckets import Buckets, Group
 
@@ -109,7 +110,8 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         after.meta = dict(before.meta)
         before.replace_all_uses_with(after)
         graph.erase_node(before)
-        for cast in [user for user in after.users if user.target is CAST and user < after]:
+        casts = (user for user in after.users if user.target is aten._to_copy.default)
+        for cast in [cast for cast in casts if cast < after]:
             after.append(cast)  # of a gradient that is reduced in a narrower dtype
     for member in members:
         graph.erase_node(wait_of(member))
@@ -117,7 +119,6 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     return start
 
 
-CAST = torch.ops.aten._to_copy.default
 COPIED_META = ("placement", "batch_dims", "gradient", "summed")
 
 

@@ -64,6 +64,12 @@ def test_fsdp_runs_gather_in_bfloat16_and_reduce_in_float32(tmp_path: Path) -> N
     assert sent == pytest.approx(parameters * (2 * 2 + 4), rel=0.02)
 
 
+def shrunk(run: Run, layers: int, groups: int) -> Run:
+    """The run with a small llama."""
+    sizes = replace(run.sizes, hidden=512, layers=layers, vocabulary=256, length=2048)
+    return replace(run, llama=Size(512, 1792, layers, 4, groups, 256), sizes=sizes)
+
+
 def test_torchtitan_recomputes_every_other_product(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(
@@ -72,11 +78,7 @@ def test_torchtitan_recomputes_every_other_product(tmp_path: Path) -> None:
         "8b,128256,NVIDIA H100 96GB HBM2e,8,2,8192,op,eager,5762,82.4\n"
     )
     (run,) = read(table)
-    run = replace(
-        run,
-        llama=Size(512, 1792, 3, 4, 2, 256),
-        sizes=replace(run.sizes, hidden=512, layers=3, vocabulary=256, length=2048),
-    )
+    run = shrunk(run, layers=3, groups=2)
     runs = (
         replace(run, half_products=False),
         run,
@@ -100,11 +102,7 @@ def test_fms_runs_shard_within_a_node_and_have_their_own_network(tmp_path: Path)
     for shape, times in ((within, 1), (between, 4)):  # 8 x 200 Gbit/s on a DGX
         costs = [c.seconds("all_reduce", 2**30, shape, "float32").seconds for c in (slow, fast)]
         assert costs[0] / costs[1] == pytest.approx(times, rel=0.25)
-    run = replace(
-        run,
-        llama=Size(512, 1792, 4, 4, 4, 256),
-        sizes=replace(run.sizes, hidden=512, layers=4, vocabulary=256),
-    )
+    run = shrunk(run, layers=4, groups=4)
     plan = pinned(run)
     assert plan.hybrid
     assert plan.reduce_precision == "bfloat16"
