@@ -70,10 +70,11 @@ class GPT(nn.Module):
         tied: bool = True,
         width: int = WIDTH,
         heads: int = HEADS,
+        length: int = SEQ,
         block: type[DecoderBlock] = DecoderBlock,
     ) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(SEQ, width)
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)

@@ -8,6 +8,8 @@ memory is kept for later copies of its size, so that a step takes no more of it 
 from __future__ import annotations
 
 import mmap
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -53,16 +55,47 @@ class HostBlock:
             self.copied.synchronize()
 
 
-class HostCopies:
-    """Copies of one GPU.
+class PinnedPages(mmap.mmap):
+    """Pages of host memory that a GPU can address until they are freed.
 
-    Attributes:
-        pinned_bytes: bytes that were pinned so far.
+    CUDA keeps a registration beyond `munmap`. Memory that later gets such an address cannot be
+    copied, pinned or freed (cudaErrorInvalidValue), so the registration must end first.
     """
 
+    device: torch.device | None = None  # None until they are pinned
+
+    def pin(self, device: torch.device) -> Tensor:
+        """Register the pages with CUDA; return their bytes."""
+        memory = torch.frombuffer(self, dtype=torch.uint8)
+        flags = _PORTABLE | _MAPPED
+        with torch.cuda.device(device):
+            error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(self), flags)
+        torch.cuda.check_error(error)
+        self.device = device
+        return memory
+
+    def __del__(self) -> None:
+        # A finalizer of `weakref` would run after mmap's own `munmap`.
+        if self.device is not None and not sys.is_finalizing():
+            address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+            torch.cuda.synchronize(self.device)  # copies and kernels may still use the pages
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def pinned_memory(size: int, device: torch.device) -> Tensor:
+    """New pinned memory of `size` bytes, which a GPU can address, too.
+
+    torch's own is as large as the next power of two.
+    """
+    return PinnedPages(-1, size).pin(device)
+
+
+class HostCopies:
+    """Copies of one GPU."""
+
     def __init__(self, device: torch.device) -> None:
-        self.pinned_bytes = 0
         self._device = device
+        self._blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[HostBlock]] = {}
 
@@ -73,17 +106,29 @@ class HostCopies:
             OffloadError: the system refuses so much pinned memory.
         """
         size = round_up(nbytes)
-        if known := self._free.get(size):
-            return known.pop()
+        if idle := self._free.get(size):
+            return idle.pop()
         try:
-            block = HostBlock(pinned_memory(size, self._device))
-        except RuntimeError as error:
-            raise OffloadError(
-                f"{human_bytes(size)} of host memory cannot be pinned beside "
-                f"{human_bytes(self.pinned_bytes)} that is ({error}): offload less, or give "
-                "Strategy(offload_dir=...) to use storage"
-            ) from error
-        self.pinned_bytes += size
+            return self._pin(size)
+        except (RuntimeError, OSError) as error:
+            self._free.clear()  # blocks of other sizes that nothing uses
+            try:
+                return self._pin(size)
+            except (RuntimeError, OSError):
+                raise OffloadError(
+                    f"{human_bytes(size)} of host memory cannot be pinned beside "
+                    f"{human_bytes(self.pinned_bytes)} that is ({error}): offload less, or give "
+                    "Strategy(offload_dir=...) to use storage"
+                ) from error
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned now."""
+        return sum(block.size for block in self._blocks)
+
+    def _pin(self, size: int) -> HostBlock:
+        block = HostBlock(pinned_memory(size, self._device))
+        self._blocks.add(block)
         return block
 
     def give_back(self, block: HostBlock) -> None:
@@ -118,8 +163,9 @@ class HostCopies:
 class UnpinnedCopies(HostCopies):
     """Copies within the memory of a CPU, at once."""
 
+    pinned_bytes = 0
+
     def __init__(self) -> None:
-        self.pinned_bytes = 0
         self._outward = self._inward = None  # type: ignore[assignment]
 
     def take(self, nbytes: int) -> HostBlock:
@@ -157,19 +203,6 @@ def copies_of(device: torch.device) -> HostCopies | None:
 @cache
 def _copies(device: torch.device) -> HostCopies:
     return HostCopies(device)
-
-
-def pinned_memory(size: int, device: torch.device) -> Tensor:
-    """New pinned memory of `size` bytes, which a GPU can address, too.
-
-    torch's own is as large as the next power of two.
-    """
-    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    flags = _PORTABLE | _MAPPED
-    with torch.cuda.device(device):
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, flags)
-    torch.cuda.check_error(error)
-    return memory
 
 
 class _Addressed:

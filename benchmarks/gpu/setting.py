@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar.cost_model.kernels.queue_timing import QueueTimer
 from benchmarks.models import GPT, ConvNet, DecoderBlock
 
 MIB = 2**20
 L2_BYTES = 128 * MIB  # more than any L2 cache
+CLASSES = 8  # of images
 
 
 class DropoutBlock(DecoderBlock):
@@ -54,6 +56,7 @@ class Setting:
     dry: bool  # whether the CPU stands in for the GPU
     rows: Path  # file of results, a line each
     rank: int
+    layers: int = 12  # of the GPT on a GPU
 
     @cached_property
     def device(self) -> torch.device:
@@ -90,7 +93,7 @@ class Setting:
     def sizes(self) -> dict[str, int]:
         if self.dry:
             return {"layers": 2, "vocabulary": 128, "width": 32, "heads": 4}
-        return {"layers": 12, "vocabulary": 50304, "width": 768, "heads": 12}
+        return {"layers": self.layers, "vocabulary": 50304, "width": 768, "heads": 12}
 
     def gpt(self, block: type[DecoderBlock] = DecoderBlock, **changes: int) -> nn.Module:
         return GPT(**{**self.sizes, **changes}, block=block)  # type: ignore[arg-type]
@@ -104,7 +107,7 @@ class Setting:
 
     def images(self, rows: int = 8) -> tuple[Tensor, Tensor]:
         x = torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-        return x.to(self.device), torch.arange(rows, device=self.device)
+        return x.to(self.device), torch.arange(rows, device=self.device) % CLASSES
 
     @cached_property
     def models(self) -> dict[str, tuple[Callable[[], nn.Module], Any]]:
@@ -171,6 +174,16 @@ class Setting:
             end.synchronize()
             devices.append(begin.elapsed_time(end))
         return median(hosts), median(devices)
+
+    def queued(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Return milliseconds of host and device for a call, behind others in a queue.
+
+        Events around a single call would count the launch, which a queue hides.
+        """
+        if self.dry:
+            return self.timed(call)
+        timed = QueueTimer().time_call([call])
+        return 1e3 * timed.host_s, 1e3 * timed.device_s
 
     def flush_cache(self) -> None:
         """Evict the L2 cache."""

@@ -1,4 +1,4 @@
-"""Parts `parity`, `syncs` and `two-processes`: training steps beside the plain model's."""
+"""Parts `parity`, `inductor`, `syncs`, `two-processes`: training steps beside the plain model's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,9 +51,12 @@ ALONE: Mapping[str, Training] = {
     "bf16": Training({"precision": "bf16"}, 1e-2),
     "fp16 + GradScaler": Training({"precision": "fp16"}, 1e-2, scales=True),
     "recompute full": Training({"strategy": autopar.Strategy(zero=0, recompute="full")}),
-    "inductor": Training({"backend": "inductor"}, 1e-3),
     "fused AdamW": Training(optimizer=partial(AdamW, fused=True)),
     "meta init": Training(meta=True),
+}
+INDUCTOR: Mapping[str, Training] = {
+    "inductor": Training({"backend": "inductor"}, 1e-3),
+    "inductor bf16": Training({"backend": "inductor", "precision": "bf16"}, 1e-2),
 }
 TWO: Mapping[str, Training] = {
     "zero1": Training({"strategy": "zero1"}),
@@ -73,15 +76,23 @@ def parity(setting: Setting) -> None:
             compare(setting, name, training)
 
 
+def inductor(setting: Setting) -> None:
+    small = replace(setting, layers=2)
+    for name, training in INDUCTOR.items():
+        with small.case(name):
+            compare(small, name, training, steps=5)
+
+
 def two_processes(setting: Setting) -> None:
     dist.init_process_group("gloo")
+    small = replace(setting, layers=2)
     for name, training in TWO.items():
-        with setting.case(name):
-            compare(setting, name, training, steps=5)
+        with small.case(name):
+            compare(small, name, training, steps=5)
     with setting.case("dropout"):
-        draws(setting)
+        draws(small)
     with setting.case("checkpoint"):
-        save_and_load(setting)
+        save_and_load(small)
     dist.destroy_process_group()
 
 
@@ -240,11 +251,12 @@ def synchronising_calls(step: Callable[[], None]) -> list[str]:
     """Return the lines of a step that wait for the GPU."""
     found: list[str] = []
     show = warnings.showwarning
+    torch.cuda.set_sync_debug_mode("warn")  # itself warns, the first time, that it is a prototype
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda *_, **__: found.append(_line("autopar") or _line(""))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("warn")
+        warnings.showwarning = lambda message, *_, **__: found.append(
+            f"{_line('autopar') or _line('')}: {str(message)[:80]}"
+        )
         try:
             step()
         finally:

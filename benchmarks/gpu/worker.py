@@ -23,9 +23,8 @@ def main() -> None:
     warnings.simplefilter("ignore", autopar.AutoparWarning)
     if options.dry_run:
         torch.set_num_threads(1)
-    PARTS[options.part].run(
-        Setting(options.dry_run, options.rows, int(os.environ.get("RANK", "0")))
-    )
+    setting = Setting(options.dry_run, options.rows, int(os.environ.get("RANK", "0")))
+    PARTS[options.part].load()(setting)
 
 
 if __name__ == "__main__":

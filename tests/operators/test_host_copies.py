@@ -1,6 +1,8 @@
 """Copies of a GPU's values to its host, on emulated streams: numbers, order, and bounded memory."""
 
+import contextlib
 import gc
+import mmap
 from pathlib import Path
 from unittest import mock
 
@@ -126,3 +128,24 @@ def test_too_little_memory_to_lock_is_an_error() -> None:
 def test_a_cpu_has_no_memory_below_its_own_but_storage() -> None:
     with pytest.raises(autopar.OffloadError, match=r"model is on cpu: plan with.*offload_dir"):
         offload.check_lower_level("", CPU)
+
+
+def test_pinned_pages_are_unregistered_before_they_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA would refuse copies of whatever gets their address next, as an H200 did."""
+    registered: set[int] = set()
+    runtime = mock.Mock()
+    runtime.cudaHostRegister = lambda address, size, flags: registered.add(address) or 0
+    runtime.cudaHostUnregister = registered.remove
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    memory = host_copies.pinned_memory(mmap.PAGESIZE, torch.device("cuda", 0))
+    assert registered == {memory.data_ptr()}
+    part = memory[:8].view(torch.int64)
+    del memory
+    assert registered  # a view keeps the pages
+    del part
+    assert not registered
