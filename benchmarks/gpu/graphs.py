@@ -49,4 +49,3 @@ def compare(setting: Setting, name: str, precision: str | None) -> None:
         device_ms=devices[1],
         ratio=devices[1] / devices[0],
     )
-
