@@ -155,6 +155,9 @@ def dense_flex_attention(tell: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Context manager: functions of torch run without `__torch_function__` of subclasses."""
+
 without_torch_function = torch._C.DisableTorchFunction
 """Context manager: functions of torch run without modes that replace them."""
 
@@ -447,3 +450,12 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         new._len += 1
         copy.meta = dict(node.meta)
     return new
+
+
+def empty_subclass(
+    kind: type[Tensor], shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor
+) -> Any:
+    """A tensor of a subclass without memory of its own, with the dtype and device of `like`."""
+    return Tensor._make_wrapper_subclass(
+        kind, shape, strides=strides, dtype=like.dtype, device=like.device
+    )

@@ -13,7 +13,7 @@ A model becomes a program in five steps:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -43,6 +43,7 @@ from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
 
 Batch = Literal["global", "local"]
+Outputs = Literal["whole", "own"]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -58,6 +59,8 @@ def compile(
     cluster: Cluster | None = None,
     plan: Plan | None = None,
     batch: Batch = "global",
+    outputs: Outputs = "whole",
+    rows: int | Mapping[str | int, int] | None = None,
     precision: str | torch.dtype | None = None,
     reduce_precision: str | None = None,
     lossy: bool | Sequence[str] = False,
@@ -96,6 +99,12 @@ def compile(
         plan: plan to follow.
         batch: "global" if every rank receives the same batch and takes its own rows, "local" if
             each rank brings the same number of its own rows.
+        outputs: "whole" if results have all rows of a global batch, "own" for this rank's rows
+            alone, a loss of which must be their mean (docs/exactness.md).
+        rows: dim of the rows in every tensor, or in the arguments that have rows, by name or
+            position: {"x": 1, "y": 0}. None to take dim 0 of the first tensor, and of every other
+            with its size; under batch="local" it must then be proven that no other choice trains
+            otherwise.
         precision: "bf16" or "fp16" for a forward under autocast, "fp32" for none; None for that of
             `plan`, or none.
         reduce_precision: "bf16" to reduce gradients in bf16, unlike on one device; None for

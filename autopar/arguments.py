@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture.call import flattened
+from autopar.capture.stated_rows import StatedRows
 from autopar.common.checks import MAX_RANKS, choice, count, demand, flag, nbytes, seconds, texts
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.topology.devices import find_device
@@ -148,6 +149,14 @@ def _callable(name: str, value: Any) -> None:
     demand(callable(value), name, value, "give a function")
 
 
+def _rows(name: str, value: Any) -> None:
+    dims = value.items() if isinstance(value, Mapping) else [(0, value)]
+    ok = isinstance(value, StatedRows) or all(
+        isinstance(key, (str, int)) and type(dim) is int and dim >= 0 for key, dim in dims
+    )
+    demand(ok, name, value, 'give a dim, or dims by name or position: {"x": 1, "y": 0}')
+
+
 def _device(name: str, value: Any) -> None:
     try:
         known = torch.device(value).type != "meta"
@@ -168,6 +177,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "cluster": _cluster,
     "plan": _plan,
     "batch": lambda name, value: choice(name, value, ("global", "local")),
+    "rows": _rows,
+    "outputs": lambda name, value: choice(name, value, ("whole", "own")),
     "precision": lambda name, value: precision_of(value),
     "reduce_precision": lambda name, value: choice(name, value, REDUCE_PRECISIONS),
     "lossy": _lossy,
@@ -190,6 +201,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 
 _OPTIONAL = frozenset(
     {
+        "rows",
         "world_size",
         "example_inputs",
         "loss_fn",

@@ -16,7 +16,8 @@ from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.trace import Capture, capture
 from autopar.errors import CoupledRowsError
 from autopar.ir.batch_slicing import BatchSlices
-from autopar.ir.graph import TrainingGraph, render_node, source_line
+from autopar.ir.graph import TrainingGraph, render_node, source_line, tensors
+from autopar.ir.roles import Output
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.local_batch import LocalBatch
 from autopar.passes.data_parallel.partition_batch import PartitionBatch
@@ -27,14 +28,22 @@ CaptureCache = dict[Any, Capture]
 
 
 def capture_slice(
-    capture: Callable[[Call], Capture], call: Call, slices: BatchSlices, *, local: bool = False
+    capture: Callable[[Call], Capture],
+    call: Call,
+    slices: BatchSlices,
+    *,
+    local: bool = False,
+    gathers_rows: bool = False,
+    proves_rows: bool = False,
 ) -> Capture:
     """Captures a call on the whole batch, then partitions its graph along the batch dims.
 
     The call has the rows of its slice. `local` slices are independent, as under
-    DistributedDataParallel.
+    DistributedDataParallel. With `gathers_rows`, a model that returns rows and no scalar returns
+    those of the whole batch. With `proves_rows`, other rows than the call's must train alike.
 
     Raises:
+        BatchError: they do not.
         CaptureError: the call cannot be captured.
         CoupledRowsError: micro-batches need each other's rows before all forwards have run.
     """
@@ -44,13 +53,16 @@ def capture_slice(
 
     def partitioned(own: BatchSlices) -> TrainingGraph:
         if local:
-            return run_passes(made.graph, [LocalBatch(own, call.has_batch_dim)])
+            return run_passes(made.graph, [LocalBatch(own, call.row_dims)])
         written: set[int] = set()  # outputs that every call writes to attributes of the model
         if made.writes:
             indices = pytree.tree_unflatten(list(range(len(made.leaves))), made.structure)[1]
             written = set(pytree.tree_leaves(indices))
+        # micro-batches end at different times, and whoever reads rows beside a loss waits for them
+        gathers = gathers_rows and not own.over_time and not _returns_scalar(made.graph)
         return run_passes(
-            made.graph, [PartitionBatch(own, call.has_batch_dim, tuple(sorted(written)))]
+            made.graph,
+            [PartitionBatch(own, call.row_dims, tuple(sorted(written)), gathers, proves_rows)],
         )
 
     graph = partitioned(slices)
@@ -59,6 +71,16 @@ def capture_slice(
             _check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])
     return replace(made, graph=graph)
+
+
+def _returns_scalar(graph: TrainingGraph) -> bool:
+    """Whether an output is a number that may be a loss."""
+    values = (
+        tensors(node)[0]
+        for role, node in zip(graph.outputs, graph.results, strict=True)
+        if isinstance(role, Output) and node is not None
+    )
+    return any(value.dim() == 0 and value.is_floating_point() for value in values)
 
 
 def _check_same_program(graph: TrainingGraph, other: TrainingGraph) -> None:
@@ -86,6 +108,7 @@ def capture_of_rank(
     local: bool = False,
     in_time: bool = False,
     comm_backend: str = "gloo",
+    gathers_rows: bool = False,
 ) -> TrainingGraph:
     """The joint graph of the first micro-batch of a data parallel rank, without running it.
 
@@ -93,6 +116,7 @@ def capture_of_rank(
     "global", one rank's rows under "local". `cache` holds captures to reuse, and is extended.
     Under `local`, a rank computes on its own rows alone (`batch_semantics`). Under `in_time`, the
     ranks are micro-batches that run in sequence. Autocast is that of GPUs if `comm_backend` is.
+    `gathers_rows` is that of `capture_slice`.
 
     Raises:
         BatchError: the rows cannot be divided into that many ranks and micro-batches.
@@ -113,4 +137,6 @@ def capture_of_rank(
                 )
         return captures[call.key]
 
-    return capture_slice(capture_once, shard.call, slices, local=local).graph
+    return capture_slice(
+        capture_once, shard.call, slices, local=local, gathers_rows=gathers_rows
+    ).graph

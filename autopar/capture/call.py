@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree
+from autopar.capture.stated_rows import StatedRows
 from autopar.common.containers import check_no_hidden_tensors, flatten
 from autopar.errors import BatchError
 from autopar.ir.batch_slicing import BatchSlices
@@ -43,9 +44,9 @@ class TensorSpec:
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )
 
-    def with_batch_size(self, rows: int) -> TensorSpec:
-        """The spec with another size of dim 0, and the same order of dims in memory."""
-        shape = (rows, *self.shape[1:])
+    def with_rows(self, rows: int, dim: int) -> TensorSpec:
+        """The spec with another size of a dim, and the same order of dims in memory."""
+        shape = (*self.shape[:dim], rows, *self.shape[dim + 1 :])
         stride = None if self.stride is None else dense_strides(shape, self.stride)
         return replace(self, shape=shape, stride=stride)
 
@@ -63,11 +64,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """Flattened (args, kwargs) of a call, tensors as `TensorSpec`, and their tree structure."""
+    """Flattened (args, kwargs) of a call, tensors as `TensorSpec`, and their tree structure.
+
+    Attributes:
+        row_dims: the dim of each leaf that is the batch's, None for a leaf without rows.
+    """
 
     leaves: tuple[Any, ...]
     structure: Any
-    has_batch_dim: tuple[bool, ...]
+    row_dims: tuple[int | None, ...]
 
     @property
     def tensor_indices(self) -> tuple[int, ...]:
@@ -77,12 +82,12 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """A hashable key of the call; unhashable arguments are keyed by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
-        return leaves, self.structure, self.has_batch_dim
+        return leaves, self.structure, self.row_dims
 
     def with_batch_size(self, rows: int) -> Call:
         leaves = tuple(
-            leaf.with_batch_size(rows) if split else leaf
-            for leaf, split in zip(self.leaves, self.has_batch_dim, strict=True)
+            leaf if dim is None else leaf.with_rows(rows, dim)
+            for leaf, dim in zip(self.leaves, self.row_dims, strict=True)
         )
         return replace(self, leaves=leaves)
 
@@ -129,8 +134,8 @@ class BatchShard:
         for index in range(count):
             leaves, tensors = list(self.call.leaves), list(self.tensors)
             for place, leaf in enumerate(self.call.tensor_indices):
-                if self.call.has_batch_dim[leaf]:
-                    tensors[place] = tensors[place][index * rows : (index + 1) * rows]
+                if (dim := self.call.row_dims[leaf]) is not None:
+                    tensors[place] = tensors[place].narrow(dim, index * rows, rows)
                     leaves[leaf] = TensorSpec.of(tensors[place])
             call = replace(self.call, leaves=tuple(leaves))
             slices = BatchSlices(ranks * count, self.slices.index * count + index, batch_rows, True)
@@ -147,27 +152,30 @@ def batch_shard_of(
     ranks: int,
     static: Sequence[str] = (),
     shares: tuple[float, ...] = (),
+    stated: StatedRows | None = None,
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
-    The number of rows is the size of dim 0 of the first tensor with a dim. Dim 0 of every
-    tensor with this size is the batch dim. `static` names keyword arguments that every rank has
-    whole, with their values. Rows are divided in proportion to `shares`, evenly without any.
+    `stated` says which dims are rows. Otherwise their number is the size of dim 0 of the first
+    tensor with a dim, and dim 0 of every tensor with this size is the batch dim. `static` names
+    keyword arguments that every rank has whole, with their values. Rows are divided in proportion
+    to `shares`, evenly without any.
 
     Raises:
-        BatchError: fewer rows than ranks, or a static argument that is no tensor of numbers.
+        BatchError: fewer rows than ranks, a static argument that is no tensor of numbers, or
+            stated rows that the arguments do not have.
     """
     held: tuple[int, ...] = ()
-    known = _places(leaves, structure, static) if static else ()
-    divisible = [
-        isinstance(x, torch.Tensor) and x.dim() > 0 and index not in known
-        for index, x in enumerate(leaves)
-    ]
-    sizes = [x.shape[0] for x, divides in zip(leaves, divisible, strict=True) if divides]
+    known = _places(leaves, structure, static) if static else set()
+    if stated is None:
+        dims = _first_dims(leaves, known)
+    else:
+        dims = tuple(
+            None if index in known else dim
+            for index, dim in enumerate(stated.dims_of(leaves, structure))
+        )
+    sizes = [x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None]
     batch_rows = sizes[0] if sizes else 0
-    has_batch_dim = tuple(
-        divides and x.shape[0] == batch_rows for x, divides in zip(leaves, divisible, strict=True)
-    )
     if not sizes:
         rows, global_rows, begin = 1, ranks, 0
     elif mode == "local" or ranks == 1:
@@ -183,18 +191,29 @@ def batch_shard_of(
         held = () if rows_of_ranks == even_rows(batch_rows, ranks) else rows_of_ranks
         rows, global_rows, begin = rows_of_ranks[rank], batch_rows, sum(rows_of_ranks[:rank])
     shard = [
-        x[begin : begin + rows] if split and rows != batch_rows else x
-        for x, split in zip(leaves, has_batch_dim, strict=True)
+        x if dim is None or rows == batch_rows else x.narrow(dim, begin, rows)
+        for x, dim in zip(leaves, dims, strict=True)
     ]
     specs = [TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in shard]
     for index in known:
         specs[index] = _with_values(shard[index], specs[index])
     tensors = tuple(x for x in shard if isinstance(x, torch.Tensor))
     call, slices = (
-        Call(tuple(specs), structure, has_batch_dim),
+        Call(tuple(specs), structure, dims),
         BatchSlices(ranks, rank, global_rows, held=held),
     )
     return BatchShard(call, tensors, rows, slices)
+
+
+def _first_dims(leaves: Sequence[Any], known: set[int]) -> tuple[int | None, ...]:
+    """Dim 0 of every tensor with as many rows as the first one."""
+    has_dim = [
+        isinstance(x, torch.Tensor) and x.dim() > 0 and index not in known
+        for index, x in enumerate(leaves)
+    ]
+    rows = next((x.shape[0] for x, has in zip(leaves, has_dim, strict=True) if has), 0)
+    pairs = zip(leaves, has_dim, strict=True)
+    return tuple(0 if has and x.shape[0] == rows else None for x, has in pairs)
 
 
 def _places(leaves: Sequence[Any], structure: Any, static: Sequence[str]) -> set[int]:

@@ -33,6 +33,12 @@ class NumericsNote(str):
     __slots__ = ()
 
 
+class BorderNote(str):
+    """A note on a graph: what it costs to return rows of the whole batch, and what avoids it."""
+
+    __slots__ = ()
+
+
 def warn_once(category: type[AutoparWarning], message: str) -> None:
     """Issues a warning on rank 0, once in this process, at the line that called autopar.
 
@@ -48,11 +54,13 @@ def warn_once(category: type[AutoparWarning], message: str) -> None:
         warnings.warn(message, category, stacklevel=2)
 
 
-def warn_of_numerics(notes: Iterable[str]) -> None:
-    """Issues a NumericsWarning for every `NumericsNote`."""
+def warn_of_notes(notes: Iterable[str], *, trains: bool) -> None:
+    """Issues a NumericsWarning for every `NumericsNote`, and in training for each `BorderNote`."""
     for note in notes:
         if isinstance(note, NumericsNote):
             warn_once(NumericsWarning, f"autopar differs from one device: {note}")
+        elif isinstance(note, BorderNote) and trains:
+            warn_once(AutoparWarning, str(note))
 
 
 def _rank() -> int:

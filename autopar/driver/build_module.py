@@ -8,6 +8,7 @@ import torch
 
 from autopar.arguments import precision_of
 from autopar.capture.call import flattened
+from autopar.capture.stated_rows import StatedRows
 from autopar.common.groups import backend_of
 from autopar.driver.live import LivePlanner
 from autopar.driver.prepare import check_call_agrees, make_problem, take_over
@@ -53,6 +54,8 @@ def build_module(
         max_programs=given.max_programs,
         cuda_graphs=given.cuda_graphs,
         static=tuple(given.static),
+        outputs=given.outputs,
+        rows=StatedRows.of(given.rows, model),
     )
     fallback = given.fallback and not given.cuda_graphs
     planner = LivePlanner(problem, plan, fallback, given.time_limit_s, given.trials, recorder)

@@ -93,4 +93,5 @@ def _capture_under(
         micro_batches=plan.pipeline.micro_batches if plan.pipeline is not None else 1,
         local=plan.batch_semantics == "local",
         comm_backend=plan.comm_backend,
+        gathers_rows=plan.batch == "global",
     )

@@ -81,6 +81,7 @@ class OfflineDriver(Driver):
             loss_fn=loss_fn,
             local=problem.strategy.batch_semantics == "local",
             comm_backend=problem.comm_backend,
+            gathers_rows=problem.batch == "global",
         )
         self._machines: dict[tuple[str, int], Machine] = {}
         self._capture = functools.cache(self._capture_micro_batch)

@@ -85,6 +85,8 @@ def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) ->
     optional = ("example_inputs", "loss_fn", "cluster", "plan")
     settings = {
         "batch mode": problem.batch,  # first, as the strategy depends on it
+        "outputs": arguments["outputs"],
+        "rows": arguments["rows"],
         "strategy": problem.strategy,
         "precision": problem.precision,
         "backend": arguments["backend"],

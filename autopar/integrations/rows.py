@@ -21,6 +21,8 @@ def gather_results(model: DistributedModule, args: Any, kwargs: Any, result: Any
     A model that returns its loss trains on that alone: other results are then None, since a message
     of the size of the logits would be wasted.
     """
+    if model._options.is_replicated:
+        return result
     leaves, structure = flatten(result)
     losses = [_is_trainable_loss(leaf) for leaf in leaves]
     if not any(losses) or model.data_parallel_size == 1:
@@ -44,6 +46,8 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         kwargs: keyword arguments of the call.
         result: result of the call; tensors that are this rank's part of a batch are gathered.
     """
+    if model._options.is_replicated:
+        return result
     index, parts = model.data_parallel_rank, model.data_parallel_size
     shard = batch_shard_of(
         *flatten((args, kwargs)),
@@ -51,6 +55,7 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         rank=index,
         ranks=parts,
         shares=model.row_shares,
+        stated=model._options.rows,
     )
     rows = shard.slices.sizes
     if parts == 1 or shard.rows == shard.slices.rows:

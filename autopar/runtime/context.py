@@ -243,7 +243,14 @@ class ExecutionContext:
             known[key] = replace(made, graph=graph)
             return known[key]
 
-        made = capture_slice(capture_call, shard.call, shard.slices, local=self.options.local)
+        made = capture_slice(
+            capture_call,
+            shard.call,
+            shard.slices,
+            local=self.options.local,
+            gathers_rows=self.options.is_replicated,
+            proves_rows=self.options.batch == "local" and self.options.rows is None,
+        )
         if shard.slices.count > 1:
             _warn_of_local_writes(made, self.model)
         return made
@@ -343,7 +350,7 @@ class ExecutionContext:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = tuple(map(_training, self.index.modules))
         trained = tuple(map(_requires_grad, self.index.parameters.values()))
-        return autocast, modes, trained, self.all_tangents, self.guards.state
+        return autocast, modes, trained, self.all_tangents, self.guards.state, self.options.local
 
     def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
         """Local parameters by name and inputs by index that autograd differentiates a call by."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
 from autopar.common.containers import check_no_hidden_tensors, flatten
+from autopar.common.notices import warn_once
 from autopar.common.world import rank
-from autopar.errors import CaptureError, StrategyError
+from autopar.errors import CaptureError, NumericsWarning, StrategyError
 from autopar.ir.placement import Shard, rows_of_parts
 from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
@@ -27,6 +29,7 @@ from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import Told, call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
+from autopar.runtime.border.border import Border
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.parameters.distribute import is_remote
@@ -88,7 +91,12 @@ class DistributedModule(StatefulModule):
         return self._options.row_shares
 
     def own_rows(self, rows: int) -> slice:
-        """The rows that this rank takes of a global batch, for targets used outside of it."""
+        """The rows of a global batch that results have on this rank, for targets in the loop.
+
+        They are all rows, unless `outputs="own"`.
+        """
+        if self._options.is_replicated:
+            return slice(0, rows)
         held = rows_of_parts(rows, self._options.dp_size, self.row_shares)
         index = self.data_parallel_rank
         return slice(sum(held[:index]), sum(held[: index + 1]))
@@ -218,6 +226,7 @@ class DistributedModule(StatefulModule):
         check = self.before_first_training_call if torch.is_grad_enabled() else None
         if check is not None:
             self.before_first_training_call = None  # copies made by planning skip the check
+        self._compare_rowless(leaves, structure)
         number = self._agree_on_call(leaves, structure)
         if check is not None or not self._programs_finish_exchanges:
             finish_exchange()
@@ -226,12 +235,13 @@ class DistributedModule(StatefulModule):
             self.materialize_parameters()
         if check is not None:
             check(self, leaves, structure)
-        result = self._run(leaves, structure)
+        result = self._run(leaves, structure, number)
         if self._protocol is not None:
             self._protocol.agree_on_backward(
                 result,
                 number,
                 compares_scale=self._options.batch == "global",
+                compares_rows=self._options.is_replicated,
                 finishes=self._programs_finish_exchanges,
             )
             self._protocol.optimizer_steps.restart(self._context.index.parameters.values())
@@ -242,9 +252,26 @@ class DistributedModule(StatefulModule):
         """Whether programs finish exchanges themselves, just before they communicate."""
         return isinstance(self._executor, SpmdExecutor) and self._options.backend == "eager"
 
-    def _run(self, leaves: list[Any], structure: Any) -> Any:
+    def _run(self, leaves: list[Any], structure: Any, number: int) -> Any:
         shard = self._batch_shard(leaves, structure)
         self._watch.take(shard)
+        if self._options.dp_size == 1:
+            return self._run_shard(shard, leaves, structure)
+        border = self._border(shard, number)
+        result = self._run_shard(border.enter(leaves), leaves, structure)
+        return border.leave(result, self.rows_of_results)
+
+    def _border(self, shard: BatchShard, number: int) -> Border:
+        assert self._protocol is not None
+        return Border(
+            shard,
+            self._options.is_replicated,
+            tuple(self.ranks_of_rows),
+            averages=bool(self._fallback),
+            announce=functools.partial(self._protocol.agree_on_rows, number),
+        )
+
+    def _run_shard(self, shard: BatchShard, leaves: list[Any], structure: Any) -> Any:
         if self._fallback:
             return self._run_fallback(shard)
         assert self._executor is not None
@@ -266,6 +293,34 @@ class DistributedModule(StatefulModule):
             else:
                 result = options.loss_fn(inner(*args[:-1], **kwargs), args[-1])
         return result if options.ranks == 1 else average_over_batch(result, shard, options.ranks)
+
+    def _compare_rowless(self, leaves: list[Any], structure: Any) -> None:
+        """Compares arguments without rows, which under batch="local" each rank brings itself.
+
+        Where they differ there is no batch of all ranks that one device could train on: from then
+        on ranks compute on their own rows alone, as under DistributedDataParallel.
+        """
+        options = self._options
+        if options.batch != "local" or options.local or options.dp_size == 1 or self._fallback:
+            return
+        with self._protocol.reporting_errors() if self._protocol else contextlib.nullcontext():
+            dims = self._batch_shard(leaves, structure).call.row_dims
+        pairs = enumerate(zip(leaves, dims, strict=True))
+        rowless = {i: x for i, (x, dim) in pairs if dim is None and isinstance(x, torch.Tensor)}
+        if not rowless or self._protocol is None:
+            return
+        equal = self._protocol.have_equal([*rowless.values()])
+        different = [i for i, same in zip(rowless, equal, strict=True) if not same]
+        if different:
+            shape = tuple(leaves[different[0]].shape)
+            warn_once(
+                NumericsWarning,
+                f"argument {different[0]} of {type(self._wrapped[0]).__name__}, of shape {shape}, "
+                "has no rows and other values on other ranks: from now on each rank computes what "
+                "it would of its own arguments alone, and gradients are averaged, as under "
+                "DistributedDataParallel. If it has rows, say so by autopar.compile(rows=).",
+            )
+            self._context.options = replace(options, local=True)
 
     def _agree_on_call(self, leaves: list[Any], structure: Any) -> int:
         if self._protocol is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.stated_rows import StatedRows
 from autopar.runtime.codegen.recorder import Recorder
 
 MAX_PROGRAMS = 64
@@ -29,6 +30,8 @@ class Options:
         row_shares: share of the batch's rows of each data-parallel rank; () for equal ones.
         groups: number of groups of ranks that step apart.
         group: this rank's group.
+        outputs: "whole" if results have all rows under batch="global", "own" for this rank's.
+        rows: dims of arguments that the user says are rows.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -47,7 +50,14 @@ class Options:
     row_shares: tuple[float, ...] = ()
     groups: int = 1
     group: int = 0
+    outputs: str = "whole"
+    rows: StatedRows | None = None
     on_trial: bool = False
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether values of all rows cross the border of the module."""
+        return self.batch == "global" and self.outputs == "whole" and self.groups == 1
 
     def dp_rank(self, rank: int) -> int:
         return rank // self.model_parallel_size % self.dp_size

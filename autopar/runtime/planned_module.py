@@ -381,6 +381,7 @@ class PlannedModule(nn.Module):
             ranks=ranks,
             static=options.static,
             shares=options.row_shares,
+            stated=options.rows,
         )
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:

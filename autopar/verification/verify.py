@@ -123,7 +123,7 @@ def verify_first_call(
         message = "verify=True does not compare what trains without a plan"
         warn_once(FallbackWarning, f"{message}: autopar.verify(model, ...) does")
         return
-    names = ("loss_fn", "batch", "precision", "backend", "static")
+    names = ("loss_fn", "batch", "outputs", "rows", "precision", "backend", "static")
     options = {name: getattr(module._options, name) for name in names}
     call, plain = (list(leaves), structure), _plain_copy(module)
     result = compare_training(compile, plain, module.plan, call, None, None, 3, True, None, options)
@@ -161,6 +161,7 @@ def _batches(
         rank=dp_rank,
         ranks=ranks,
         static=parallel._options.static,
+        stated=parallel._options.rows,
     )
     own = whole = pytree.tree_unflatten(leaves, structure)
     if mode == "local" and ranks > 1:
@@ -168,8 +169,8 @@ def _batches(
         by_rank = dict(gather_objects((dp_rank, on_cpu)))
         columns = zip(*(by_rank[index] for index in range(ranks)), strict=True)
         joined = [
-            torch.cat(column) if has_batch_dim else column[0]
-            for has_batch_dim, column in zip(shard.call.has_batch_dim, columns, strict=True)
+            column[0] if dim is None else torch.cat(column, dim)
+            for dim, column in zip(shard.call.row_dims, columns, strict=True)
         ]
         device = device_of(parallel)
         joined = [x.to(device) if isinstance(x, Tensor) else x for x in joined]

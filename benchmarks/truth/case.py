@@ -142,6 +142,7 @@ def train_on_rank(rank: int, world_size: int, recipe: Recipe, setup: str) -> Ans
                 recipe.make(),
                 strategy=autopar.Strategy(**{**FIXED, **options.options}),
                 batch=options.batch,
+                rows=0 if options.is_local else None,  # the blocks couple them
                 cluster=Cluster.default(world_size, "cpu"),
                 example_inputs=(kwargs or args) if recipe.example_inputs else None,
                 time_limit_s=None,

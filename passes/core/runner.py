@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autopar.common.deadline import check_time
-from autopar.errors import AutoparError, PassError, StrategyError
+from autopar.errors import AutoparError, BatchError, PassError, StrategyError
 from autopar.formatting import first_line
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.pass_base import Pass, PassResult, describe, pass_name
@@ -39,8 +39,8 @@ def run_passes(
         begin = time.perf_counter()
         try:
             graph = apply_pass(item, graph)
-        except StrategyError:
-            raise  # the plan is at fault, no pass
+        except (BatchError, StrategyError):
+            raise  # the plan or the batch is at fault, no pass
         except Exception as error:
             before = ", ".join(pipeline.names[:index]) or "none"
             raise PassError(

@@ -40,12 +40,12 @@ class LocalBatch(Pass):
     Before: the graph captured at the rows of one slice. After: gradients of parameters are Partial,
     each slice's weighted by its fraction of the rows. Returned scalars and new values of
     floating-point buffers are averaged alike. Operators that couple rows see one slice alone.
-    Tier: exact, by this definition. `has_batch_dim` tells for each flattened argument whether its
-    dim 0 is the batch dim.
+    Tier: exact, by this definition. `row_dims` has the batch dim of each flattened argument, None
+    for those without.
     """
 
     slices: BatchSlices
-    has_batch_dim: tuple[bool, ...]
+    row_dims: tuple[int | None, ...]
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         graph = graph.copy()
@@ -61,15 +61,17 @@ class LocalBatch(Pass):
     def _annotate(self, graph: TrainingGraph) -> None:
         """Records placements and batch dims: values that depend on the batch are Varying."""
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        batched = [
-            node
+        # what has no rows may be another value on every rank, too
+        inputs = [node for node, role in roles.items() if isinstance(role, Input)]
+        sizes = (
+            tensors(node)[0].shape[dim]
             for node, role in roles.items()
-            if isinstance(role, Input) and self.has_batch_dim[role.index]
-        ]
-        rows = tensors(batched[0])[0].shape[0] if batched else 0
+            if isinstance(role, Input) and (dim := self.row_dims[role.index]) is not None
+        )
+        rows = next(sizes, 0)
         for node in graph.graph.nodes:
             role = roles.get(node)
-            varies = node in batched or isinstance(role, Tangent)
+            varies = node in inputs or isinstance(role, Tangent)
             varies = varies or any(n.meta["placement"] == VARYING for n in node.all_input_nodes)
             node.meta["placement"] = VARYING if varies else WHOLE
             node.meta["batch_dims"] = tuple(

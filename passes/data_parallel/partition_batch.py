@@ -9,7 +9,9 @@ from operator import getitem
 import torch
 from torch import fx
 
-from autopar.common.notices import NumericsNote
+from autopar.common.notices import BorderNote, NumericsNote
+from autopar.errors import BatchError
+from autopar.formatting import human_bytes
 from autopar.ir.batch_slicing import BATCH, BatchSlices
 from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, source_line
 from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, Varying
@@ -57,16 +59,32 @@ class PartitionBatch(Pass):
     random numbers.
 
     Attributes:
-        has_batch_dim: for each flattened argument, whether its dim 0 is the batch dim.
+        row_dims: the batch dim of each flattened argument, None for those without.
         whole_outputs: indices of outputs that the model keeps, so that each rank needs all rows.
+        proves_rows: whether rows were not stated, so that no operator may depend on the choice.
+        gathers_rows: whether the loop reads all outputs, so that each rank needs all rows.
     """
 
     slices: BatchSlices
-    has_batch_dim: tuple[bool, ...]
+    row_dims: tuple[int | None, ...]
     whole_outputs: tuple[int, ...] = ()
+    gathers_rows: bool = False
+    proves_rows: bool = False
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
-        placements = BatchPlacements(graph, self.slices, self.has_batch_dim, self.whole_outputs)
+        placements = BatchPlacements(
+            graph, self.slices, self.row_dims, self.whole_outputs, self.gathers_rows
+        )
+        if self.proves_rows and (coupled := placements.couplings()):
+            line = source_line(coupled[0])
+            raise BatchError(
+                f"{coupled[0].target}{f' ({line})' if line else ''} couples what batch='local' "
+                "takes for rows: dim 0 of the first tensor, and of every other argument with its "
+                "size. Other rows would train otherwise, so say which dims are rows: "
+                "autopar.compile(rows=0) if dim 0 of every tensor is, else by argument, such as "
+                "rows={'x': 1, 'y': 0}, and leave out arguments without rows. "
+                "Strategy(batch_semantics='local') computes what DistributedDataParallel does."
+            )
         return PassResult(_BatchPartitioner(graph, self.slices, placements).run())
 
 
@@ -283,6 +301,13 @@ class _BatchPartitioner(Partitioner):
                 gathered[reader] = gathered.get(reader, 0) + nbytes
         for reader, nbytes in gathered.items():
             yield f"{reader}: {nbytes} bytes are gathered, exact"
+        if self.placements.returned_bytes:
+            size = human_bytes(self.placements.returned_bytes)
+            yield BorderNote(
+                f"every rank gathers {size} of rows that the model returns, at every call, and "
+                "computes a loss of them for the whole batch. Return the loss from forward, or "
+                "give autopar.compile loss_fn=. For this rank's rows alone give outputs='own'."
+            )
         for name in sorted(self.placements.local_random)[:1]:
             line = source_line(nodes[name])
             yield NumericsNote(f"each rank draws random numbers for its own rows, first at {line}")

@@ -27,6 +27,12 @@ from autopar.passes.rules.operators.partial_linear import JOINTLY_LINEAR, LINEAR
 
 WHOLE = Replicate()
 
+_ALIKE_FOR_ALL_ROWS = frozenset(
+    {"batch_norm", "nll_loss", "nll_loss_rows", "mean_loss"}
+    | {"draw", "draw_like", "draw_of", "dropout"}
+)
+"""Lowerings that treat all rows alike, whichever dims they are."""
+
 
 class BatchPlacements:
     """Placements of a graph of the whole batch; arguments are as in `PartitionBatch`.
@@ -37,23 +43,25 @@ class BatchPlacements:
         outputs: placement of every output of the model, by its index.
         gathered_bytes: bytes that each operator gathers from other slices, by node name.
         local_random: names of operators that draw random numbers for their own rows.
+        returned_bytes: bytes of outputs that are gathered since the loop reads them.
     """
 
     def __init__(
         self,
         graph: TrainingGraph,
         slices: BatchSlices,
-        has_batch_dim: Sequence[bool],
+        row_dims: Sequence[int | None],
         whole_outputs: Sequence[int] = (),
+        gathers_rows: bool = False,
     ) -> None:
         self.graph, self.slices, self.whole_outputs = graph, slices, whole_outputs
+        self.gathers_rows, self.returned_bytes = gathers_rows, 0
         self.chooser = StrategyChooser(slices)
         self.roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self.placements: dict[Value, Placement] = {
-            Value(node): Shard(0)
-            if isinstance(role, Input) and has_batch_dim[role.index]
-            else WHOLE
+            Value(node): WHOLE if dim is None else Shard(dim)
             for node, role in self.roles.items()
+            for dim in [row_dims[role.index] if isinstance(role, Input) else None]
         }
         self.available: dict[Value, set[Placement]] = {}
         self.op_strategies: dict[str, OpStrategy] = {}
@@ -80,7 +88,10 @@ class BatchPlacements:
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if isinstance(role, Output) and node is not None:
                 placement = self.placements[value_of(node)]
-                stays = isinstance(placement, Shard) and role.index not in self.whole_outputs
+                is_shard, keeps = isinstance(placement, Shard), role.index in self.whole_outputs
+                if is_shard and self.gathers_rows and not keeps:
+                    self.returned_bytes += tensor_bytes(value_of(node).tensor)
+                stays = is_shard and not keeps and not self.gathers_rows
                 found[role.index] = placement if stays else WHOLE
             elif isinstance(role, Update) and node and value_of(node) in self.placements:
                 self.available.setdefault(value_of(node), set()).add(WHOLE)
@@ -116,6 +127,36 @@ class BatchPlacements:
         if draws_random(operator) and any(isinstance(p, Shard) for p in strategy.results):
             self.local_random.add(node.name)
         self.placements |= zip(results, strategy.results, strict=True)
+
+    def couplings(self) -> list[fx.Node]:
+        """Forward operators whose results differ if other dims than these are rows.
+
+        They read rows of other slices, the sum of all rows as more than one number, or a value
+        that depends on where a row stands. Batch norm, which sums over all dims but one of the
+        model's, and what ends in one number do not.
+        """
+        found = []
+        for node in self.graph.calls():
+            if node.meta["phase"] != "forward" or is_name(node):
+                continue
+            strategy = self.op_strategies.get(node.name) or replicated(Operator.of(node))
+            values = [value_of(source) for source in operands(node)]
+            if not all(isinstance(value.tensor, torch.Tensor) for value in values):
+                continue
+            pairs = zip(values, strategy.operands, strict=True)
+            if any(self._couples(value, wanted) for value, wanted in pairs) or (
+                strategy.lowering
+                and strategy.lowering not in _ALIKE_FOR_ALL_ROWS
+                and any(isinstance(p, Shard) for p in strategy.operands)
+                and any(t is not None and t.numel() > 1 for t in elements(node))
+            ):
+                found.append(node)
+        return found
+
+    def _couples(self, value: Value, wanted: Placement) -> bool:
+        kinds = {move.kind for move in moves(self.placements[value], wanted, self.slices) or ()}
+        kinds -= {"share", "spread"}
+        return bool(kinds) and (kinds != {"reduce"} or value.tensor.numel() > 1)
 
     def shard_unread_wholes(self) -> None:
         """Shards replicated operators whose readers, visited later, all want the same shard."""

@@ -57,7 +57,7 @@ def deviation(rank: int, world_size: int, *, strategy: str) -> float:
     plain = Coupled()
     inputs = torch.randn(ROWS, 4), torch.randn(ROWS, 2)
     torch.manual_seed(0)
-    model = autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs)
+    model = autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs, outputs="own")
     expected = train(plain, ())
     shares = (3.0, 1.0, 1.0), (1.0, 5.0, 2.0), ()
     found = train(model, shares)
@@ -76,7 +76,7 @@ def test_divided_rows_are_exact(strategy: str) -> None:
 def rebalance(rank: int, world_size: int) -> tuple[tuple[float, ...], list[int]]:
     """Rank 1 is busy for twice as long for each of its rows."""
     inputs = torch.ones(9, 4), torch.ones(9, 2)
-    model = autopar.compile(Coupled(), strategy="ddp", example_inputs=inputs)
+    model = autopar.compile(Coupled(), strategy="ddp", example_inputs=inputs, outputs="own")
     for _ in range(5):
         model(*inputs).backward()
         rows = model.own_rows(9)
@@ -153,7 +153,7 @@ def test_rows_that_cannot_be_divided() -> None:
 def measured(rank: int, world_size: int) -> int:
     strategy = autopar.Strategy(zero=0, balance="measured")
     inputs = torch.ones(8, 4), torch.ones(8, 2)
-    model = autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs)
+    model = autopar.compile(Coupled(), strategy=strategy, example_inputs=inputs, outputs="own")
     model(*inputs).backward()
     return len(range(8)[model.own_rows(8)])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import pickle
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -17,7 +19,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
 from autopar.common.world import rank
-from autopar.errors import AutoparError, BatchError
+from autopar.errors import AutoparError, BatchError, DisagreementError
 from autopar.runtime.agreement.channel import (
     Channel,
     Exchanged,
@@ -59,6 +61,12 @@ HOOKS_ADVICE = "Register the same hooks on every rank."
 ZERO_ADVICE = "Call zero_grad() at the same steps on every rank."
 STEP_ADVICE = "Make the same optimizer steps with the same learning rates on every rank."
 
+
+NEAR = 1e-3
+"""Relative difference of equal gradients on unlike machines, far below that of another loss."""
+
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""Dtypes that norms of narrower ones are computed in."""
 
 _grad, _training = attrgetter("grad"), attrgetter("training")
 _hook_tables = [attrgetter(name) for name in HOOK_TABLES]
@@ -168,7 +176,13 @@ class Protocol:
         return self.num_calls
 
     def agree_on_backward(
-        self, result: Any, number: int, *, compares_scale: bool, finishes: bool
+        self,
+        result: Any,
+        number: int,
+        *,
+        compares_scale: bool,
+        compares_rows: bool,
+        finishes: bool,
     ) -> None:
         """Agrees on each backward through the result of a call, as it begins."""
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
@@ -184,7 +198,8 @@ class Protocol:
                 scale = "" if gradient.dim() else repr(gradient.item())
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             entry = Entry("enter with another gradient", scale, advice=advice)
-            self.channel.start_exchange(event, [entry])
+            norm = _norm_of_rows(gradient) if compares_rows else []
+            self.channel.start_exchange(event, [entry], samples=norm, then=_check_norms)
             if not finishes:
                 self.channel.finish_exchange()
 
@@ -204,9 +219,44 @@ class Protocol:
     def agree_on_values(self) -> None:
         self.channel.exchange(f"gives values to the parameters of {self.name}")
 
+    def have_equal(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Whether each tensor has the same values on every rank; all ranks call this at once."""
+        hashes = [host_hash([tensor]) for tensor in tensors]
+        event = f"compares arguments of {self.name} that have no rows"
+        exchanged = self.channel.exchange(event, payload=pickle.dumps(hashes))
+        by_rank = [pickle.loads(payload) for payload in exchanged.payloads]
+        return [len(set(column)) == 1 for column in zip(*by_rank, strict=True)]
+
+    def agree_on_rows(self, number: int, event: str) -> None:
+        """Agrees on a collective over rows at the border of a call."""
+        self.channel.exchange(f"{event} of call {number} of {self.name}")
+
     def agree_on_states(self, action: str) -> None:
         """Agrees on a collective over the states of the model, such as "gathers the state of"."""
         self.channel.exchange(f"{action} {self.name}")
+
+
+def _norm_of_rows(gradient: torch.Tensor | None) -> list[int]:
+    """The bits of the norm of a gradient of rows on the host, none for any other."""
+    if gradient is None or gradient.dim() == 0 or not is_on_host(gradient):
+        return []
+    with torch.no_grad():
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=WIDE.get(gradient.dtype))
+    return list(struct.unpack("q", struct.pack("d", norm.item())))
+
+
+def _check_norms(exchanged: Exchanged) -> None:
+    """Raises DisagreementError on every rank if ranks differentiate another loss of all rows."""
+    norms = [struct.unpack("d", struct.pack("q", own[0]))[0] for own in exchanged.samples]
+    odd = [r for r, norm in enumerate(norms) if not math.isclose(norm, norms[0], rel_tol=NEAR)]
+    if odd and not all(map(math.isnan, norms)):
+        raise DisagreementError(
+            f"rank(s) {odd} differentiate another loss than rank 0: the gradient of the returned "
+            f"rows has the norm {norms[odd[0]]:.6g} on rank {odd[0]}, {norms[0]:.6g} on rank 0. "
+            "Results have all rows on every rank: compute the same loss of them everywhere, with "
+            "the targets of the whole batch, and seed what the loop draws alike. For each rank's "
+            "rows alone give autopar.compile outputs='own'."
+        )
 
 
 def call_entries(
@@ -281,7 +331,7 @@ def _mode(modules: Sequence[nn.Module]) -> str:
 
 def _arguments(call: Call, structure: Any) -> str:
     """Plain arguments, and dtypes and shapes of tensors without the number of rows."""
-    pairs = zip(call.leaves, call.has_batch_dim, strict=True)
+    pairs = zip(call.leaves, call.row_dims, strict=True)
     return f"({', '.join(_described(*pair) for pair in pairs)}) {_text(structure)}"
 
 
@@ -296,9 +346,11 @@ def _text(structure: Any) -> str:
     return str(structure)
 
 
-def _described(leaf: Any, has_batch_dim: bool) -> str:
+def _described(leaf: Any, row_dim: int | None) -> str:
     if isinstance(leaf, TensorSpec):
-        shape = ["rows", *leaf.shape[1:]] if has_batch_dim else list(leaf.shape)
+        shape: list[object] = list(leaf.shape)
+        if row_dim is not None:
+            shape[row_dim] = "rows"
         gradient = ", requires_grad" if leaf.requires_grad else ""
         return f"{str(leaf.dtype)[6:]}[{', '.join(map(str, shape))}]{gradient}{leaf.values or ''}"
     return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__

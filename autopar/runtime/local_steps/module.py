@@ -178,6 +178,7 @@ class LocalStepsModule(DistributedModule):
             rank=groups.index,
             ranks=groups.count,
             static=options.static,
+            stated=options.rows,
         )
 
     def _copy(self, memo: dict[int, Any]) -> Self:

@@ -290,8 +290,10 @@ class PipelineCall:
         """The gradient of an argument's rows on this rank, summed along the pipeline."""
         found = self.input_gradients.get(index, {})
         inputs = [table[index] for table in self._inputs]
-        if self.micro_batches[0].call.has_batch_dim[index]:
-            total = torch.cat([found.get(m, torch.zeros_like(x)) for m, x in enumerate(inputs)])
+        dim = self.micro_batches[0].call.row_dims[index]
+        if dim is not None:
+            parts = [found.get(m, torch.zeros_like(x)) for m, x in enumerate(inputs)]
+            total = torch.cat(parts, dim)
         else:
             total = sum(found.values(), torch.zeros_like(inputs[0]))
         if self.compiled.group is not None:

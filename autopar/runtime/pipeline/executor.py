@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
 from autopar.common.bounded_cache import BoundedCache, paused_collector
-from autopar.common.notices import NumericsNote, warn_of_numerics
+from autopar.common.notices import NumericsNote, warn_of_notes
 from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
@@ -102,9 +102,9 @@ class PipelineExecutor:
                 )
             if not context.options.on_trial:
                 for graph in compiled.graphs.stages:
-                    warn_of_numerics(graph.notes)
+                    warn_of_notes(graph.notes, trains=compiled.differentiates)
                 if any(map(_computes_in_fp16, compiled.graphs.stages)):
-                    warn_of_numerics([LATE_SCALE])
+                    warn_of_notes([LATE_SCALE], trains=True)
                 context.tell_of_shapes(micro_batch)
             self.compiled_calls.add(key, compiled, context.options.max_programs)
         return PipelineCall(compiled, context, micro_batches, no_sync, self.loss_tangent)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from autopar._torch import apply_function, backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
 from autopar.common.bounded_cache import BoundedCache, paused_collector
-from autopar.common.notices import warn_of_numerics
+from autopar.common.notices import warn_of_notes
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
@@ -61,7 +61,7 @@ class SpmdExecutor:
             if options.cuda_graphs and options.recorder is None and not options.on_trial:
                 program = with_cuda_graphs(program, context.graph_pool)
         if not context.options.on_trial:
-            warn_of_numerics(program.graph.notes)
+            warn_of_notes(program.graph.notes, trains=program.backward is not None)
             context.tell_of_shapes(shard)
         return self.programs.add(key, program, context.options.max_programs)
 

@@ -1,0 +1,123 @@
+"""Under batch="local", what crosses the border is DistributedDataParallel's."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from tests.harness.worlds import run
+from tests.runtime.border.test_replicated import compiled, f64, values
+
+
+def make() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return (
+        nn.Linear(3, 4).to(f64),
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(f64),
+    )
+
+
+def steps(models: tuple[nn.Module, nn.Module], rank: int) -> list[Tensor]:
+    """A GAN's two losses in the loop, and the gradients of inputs."""
+    maker, judge = models
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    seen = []
+    for step in range(2):
+        x = values(10 * rank + step, 4, 3).requires_grad_()
+        made = maker(x)
+        real = judge(values(50 * rank + step, 4, 4))
+        loss = F.softplus(-real).mean() + F.softplus(judge(made)).mean()
+        loss.backward()
+        assert x.grad is not None
+        seen += [made.detach(), x.grad]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def like_ddp(rank: int, world_size: int) -> None:
+    wanted = tuple(DistributedDataParallel(m) for m in make())
+    expected = steps(wanted, rank)  # type: ignore[arg-type]
+    for strategy in ("ddp", "zero3"):
+        models = tuple(compiled(m, strategy, batch="local") for m in make())
+        for own, other in zip(steps(models, rank), expected, strict=True):  # type: ignore[arg-type]
+            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+        for model, other_model in zip(models, wanted, strict=True):
+            state = model.full_state_dict()
+            for name, value in other_model.module.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_two_models_in_a_row_train_as_under_ddp() -> None:
+    run(like_ddp, 2)
+
+
+# -- which dims are rows -----------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.RNN(6, 6)  # time first
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(x)[0], y)
+
+
+class Prototypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor, prototypes: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(x) @ prototypes.T, y)
+
+
+class Mixup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor, part: Tensor) -> Tensor:
+        h = self.layer(part * x + (1 - part) * x.flip(0))
+        return part * F.mse_loss(h, y) + (1 - part) * F.mse_loss(h, y.flip(0))
+
+
+def gradients_like_ddp(model: nn.Module, inputs: tuple[Tensor, ...], rows: object = None) -> None:
+    wanted = DistributedDataParallel(copy.deepcopy(model))
+    parallel = compiled(model, batch="local", rows=rows)
+    wanted(*inputs).backward(), parallel(*inputs).backward()
+    for own, other in zip(parallel.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def rows_are_known(rank: int, world_size: int) -> list[str]:
+    x, y, shared = values(rank, 4, 6), values(10 + rank, 4, 4), values(99, 4, 6)
+    told = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients_like_ddp(Prototypes().to(f64), (x, y, shared), {"x": 0, "y": 0})
+        part = torch.tensor(0.2 + 0.3 * rank, dtype=f64)
+        gradients_like_ddp(Mixup().to(f64), (x, values(20 + rank, 4, 6), part))
+        time_first = values(30 + rank, 5, 3, 6), values(40 + rank, 5, 3, 6)
+        gradients_like_ddp(Recurrent().to(f64), time_first, 1)
+    told += [str(w.message) for w in caught if "argument 2 of Mixup" in str(w.message)]
+    for model, inputs in (Recurrent(), time_first), (Prototypes(), (x, y, shared)):
+        with pytest.raises(autopar.errors.BatchError) as error:
+            compiled(model.to(f64), batch="local")(*inputs)
+        told.append(str(error.value))
+    return told
+
+
+def test_rows_are_stated_or_proven() -> None:
+    (mixup, recurrent, prototypes), others = run(rows_are_known, 2)
+    assert len(others) == 2, "rank 0 alone warns"
+    assert "has no rows and other values on other ranks" in mixup
+    for message in (recurrent, prototypes):
+        assert "say which dims are rows: autopar.compile(rows=0)" in message
