@@ -30,7 +30,7 @@ class StatedRows:
 
     @staticmethod
     def of(rows: Any, model: nn.Module) -> StatedRows | None:
-        """What `rows` of autopar.compile says of the arguments of a model."""
+        """The statement that `rows` of autopar.compile makes of the arguments of a model."""
         if rows is None or isinstance(rows, StatedRows):
             return rows
         if isinstance(rows, int):

@@ -48,8 +48,9 @@ class ScheduleOverlap(Pass):
         sink_waits(graph)
         forward, backward = halves(graph)
         planned = self.overlap(graph)
-        rearrange(backward, self.positions(backward, planned.regather, planned.reduce), graph)
-        rearrange(forward, self.positions(forward, planned.gather, ()), graph)
+        positions = self.positions(backward, planned.regather, planned.reduce)
+        rearrange(backward, positions, graph.output_node)
+        rearrange(forward, self.positions(forward, planned.gather, ()), graph.backward_start)
         return PassResult(graph)
 
     def overlap(self, graph: TrainingGraph) -> Overlap:
@@ -112,19 +113,20 @@ def in_order(half: Half, positions: dict[Unit, float]) -> dict[Unit, float]:
     return found
 
 
-def rearrange(half: Half, positions: dict[Unit, float], graph: TrainingGraph) -> None:
-    """Moves units to their positions; at the same one, gathers start first, for main compute."""
+def rearrange(half: Half, positions: dict[Unit, float], end: fx.Node) -> None:
+    """Moves units to their positions; at the same one, gathers start first, for main compute.
+
+    `end` is the node behind the half, which may have no main compute: a linear layer saves nothing,
+    so that all its forward only prepares the gather of its rows.
+    """
 
     def key(unit: Unit) -> tuple[float, int]:
         ranks = {"early": 0, "late": 1 if unit.start is None else 2, "needed": 3}
         return positions[unit], ranks[unit.kind]
 
-    at_end = graph.output_node
-    if half.main and half.main[0].meta["phase"] == "forward":
-        at_end = graph.backward_start
     for unit in _dependent(sorted(half.units, key=key), set()):
         place = half.marks[unit.mark] if unit.kind == "needed" else half.place(positions[unit])
-        anchor: fx.Node = half.main[place] if place < len(half.main) else at_end
+        anchor: fx.Node = half.main[place] if place < len(half.main) else end
         for node in unit.nodes:
             anchor.prepend(node)
 

@@ -38,19 +38,23 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its batches, and where the loss is in its output."""
+    """A model, its batches, where the loss is in its output, and the dim of rows if stated."""
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
     loss: Callable[[Any], Tensor]
+    rows: int | None = None
 
 
 MODELS: dict[str, Case] = {}
 
 
 def case(
-    name: str, batch: Callable[[int, int], Batch], loss: Callable[[Any], Tensor] = lambda out: out
+    name: str,
+    batch: Callable[[int, int], Batch],
+    loss: Callable[[Any], Tensor] = lambda out: out,
+    rows: int | None = None,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Register a module class, whose initial parameters are the same at every `make`."""
 
@@ -60,7 +64,7 @@ def case(
                 torch.manual_seed(0)
                 return module(**options)
 
-        MODELS[name] = Case(name, make, batch, loss)
+        MODELS[name] = Case(name, make, batch, loss, rows)
         return module
 
     return register
@@ -326,7 +330,7 @@ class ExpertBlock(nn.Module):
         return x + y, balance
 
 
-@case("moe", next_token_batch, loss=lambda out: out["loss"])
+@case("moe", next_token_batch, loss=lambda out: out["loss"], rows=0)
 class MixtureOfExperts(nn.Module):
     """A language model whose auxiliary loss is not a mean of per-row losses."""
 

@@ -97,9 +97,11 @@ def train_compiled(
 ) -> Reference:
     """Losses and final state of a model trained under `autopar.compile`'s options."""
     with shared_captures(name, dtype):
-        model = autopar.compile(MODELS[name].make().to(dtype), fallback=False, **options)
+        case = MODELS[name]
+        options = {"rows": case.rows, "fallback": False} | options
+        model = autopar.compile(case.make().to(dtype), **options)
         optimizer = optimizer_of(dtype)(model.parameters())
-        losses = train_steps(model, optimizer, MODELS[name], given)
+        losses = train_steps(model, optimizer, case, given)
     return Reference(losses, whole_state(model))
 
 

@@ -1,4 +1,4 @@
-"""What crosses the border of a module: its arguments, its results and their gradients.
+"""The border of a module, which arguments, results and their gradients cross.
 
 Under `batch="global"` the border is replicated: each of them is that of all rows, on every rank.
 Under `batch="local"` it is DistributedDataParallel's: each of them is that of this rank's rows.

@@ -17,7 +17,7 @@ from autopar.runtime.process_groups import explaining_comm_errors
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the rows of a tensor lie on the ranks.
+    """The places of a tensor's rows on the ranks.
 
     Attributes:
         shard: dim of the rows.
