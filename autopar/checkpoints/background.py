@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from autopar.checkpoints.folder import CheckpointFolder, FileSum, sums_of
+from autopar.checkpoints.folder import CheckpointFolder, FileSum, Stamp, sums_of
 from autopar.checkpoints.host_copy import HostCopy
 from autopar.common.groups import gather_values, gloo_group
 from autopar.common.world import rank
@@ -52,12 +52,16 @@ class Copied:
         tensors: copies in host memory.
         values: plain values of all ranks, pickled.
         own_values: those of this rank, pickled.
+        stamp: the run that saves, on rank 0.
+        broken: steps of checkpoints that cannot be read.
     """
 
     tensors: dict[str, Any]
     values: bytes
     own_values: bytes
     plan: Plan | None
+    stamp: Stamp
+    broken: frozenset[int]
 
 
 class BackgroundWriter:
@@ -81,17 +85,25 @@ class BackgroundWriter:
         tensors: Mapping[str, Any],
         values: tuple[Mapping[str, Any], Mapping[str, Any]],
         plan: Plan | None,
+        stamp: Stamp,
+        broken: Iterable[int],
     ) -> None:
         """Copies the state and begins to write it; `finish` must have run before.
 
-        `values` are plain values of all ranks, and this rank's own.
+        `values` are plain values of all ranks, and this rank's own. Checkpoints that are `broken`
+        do not count among those that stay.
         """
         if is_multi_rank() and self._group is None:
             world = dist.group.WORLD
             assert world is not None
             self._group = gloo_group(world, use="checkpoints")
         copied = Copied(
-            self._copy.take(tensors), pickle.dumps(values[0]), pickle.dumps(values[1]), plan
+            self._copy.take(tensors),
+            pickle.dumps(values[0]),
+            pickle.dumps(values[1]),
+            plan,
+            stamp,
+            frozenset(broken),
         )
         self._writing = self._thread.submit(self._write, step, copied)
 
@@ -113,9 +125,8 @@ class BackgroundWriter:
         own = self._together(partial(self._begin, step, copied))
         values = {**pickle.loads(copied.values), "ranks": [pickle.loads(each) for each in own]}
         sums = self._together(partial(self._save, step, copied, values))
-        self._together(
-            partial(self._publish, step, {k: v for part in sums for k, v in part.items()})
-        )
+        every = {k: v for part in sums for k, v in part.items()}
+        self._together(partial(self._publish, step, copied, every))
 
     def _begin(self, step: int, copied: Copied) -> bytes:
         if rank() == 0:
@@ -134,10 +145,10 @@ class BackgroundWriter:
         )
         return _sums(begun, values)
 
-    def _publish(self, step: int, sums: Mapping[str, FileSum]) -> None:
+    def _publish(self, step: int, copied: Copied, sums: Mapping[str, FileSum]) -> None:
         if rank() == 0:
-            self.folder.publish(step, sums)
-            self.folder.prune(self.keep)
+            self.folder.publish(step, sums, copied.stamp)
+            self.folder.prune(self.keep, copied.stamp.run, copied.broken - {step})
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Results of the same work on all ranks; an error of one ends the write on all, at once."""

@@ -7,15 +7,15 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import torch
 from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from autopar.checkpoints.background import VALUES, BackgroundWriter
-from autopar.checkpoints.folder import CheckpointFolder, faults_of
+from autopar.checkpoints.folder import CheckpointFolder, Stamp, faults_of
+from autopar.checkpoints.plain_data import read_values
 from autopar.checkpoints.preemption import Preemption
 from autopar.checkpoints.training_state import TrainingState
 from autopar.common.checks import count
@@ -55,11 +55,12 @@ class Checkpointer:
         scaler: a GradScaler.
         extra: other objects with `state_dict` and `load_state_dict`, by name, such as an EMA.
         every: steps between checkpoints; None saves at the end and on SIGTERM alone.
-        keep: number of checkpoints that stay.
+        keep: number of whole checkpoints of this run that stay; those of other runs do too.
 
     Raises:
         StrategyError: an argument is invalid.
-        CheckpointError: ranks do not share the folder, or it cannot be written.
+        CheckpointError: ranks do not share the folder, or it cannot be written. When saving begins:
+            another job saves into the folder.
     """
 
     def __init__(
@@ -89,6 +90,10 @@ class Checkpointer:
         self._writer = BackgroundWriter(self._folder, keep)
         self._resumed = False
         self._saved_step = self._step = 0
+        self._stamp: Stamp | None = None  # of the last checkpoint that this run read or wrote
+        self._broken: set[int] = set()
+        self._lock: IO[str] | None = None  # held by rank 0 from the first save on
+        self._has_folder = False
         _check_shared(self._folder.path)
 
     @property
@@ -96,23 +101,30 @@ class Checkpointer:
         """Number of steps behind, those before a restart included."""
         return self._step
 
-    def resume(self) -> int:
+    def resume(self, *, trusted: bool = False) -> int:
         """Loads the newest whole checkpoint and returns its step, 0 if there is none.
 
-        A checkpoint with a missing, short or changed file is skipped with a warning.
+        The newest is the last one of the run that began last in this folder; from then on this is
+        that run. A checkpoint with a missing, short or changed file is skipped with a warning.
+
+        Args:
+            trusted: reads files that hold objects, as checkpoints before 0.1 do. Whoever can write
+                such a file can run code in this process.
 
         Raises:
-            CheckpointError: a whole checkpoint is of another model or optimizer.
+            CheckpointError: a whole checkpoint is of another model or optimizer, or holds other
+                objects than tensors and plain data.
         """
         self._resumed = True
-        for step in broadcast_from_rank0(self._folder.steps):
-            folder = self._folder.of_step(step)
-            if faults := _faults(folder):
-                warn_once(CheckpointWarning, f"{folder} is skipped: {'; '.join(faults[:3])}")
+        for saved in broadcast_from_rank0(self._folder.saved):
+            if faults := _faults(saved.path):
+                warn_once(CheckpointWarning, f"{saved.path} is skipped: {'; '.join(faults[:3])}")
+                self._broken.add(saved.step)
                 continue
-            values = torch.load(folder / VALUES, map_location="cpu", weights_only=False)
-            self._state.restore(folder, values)
-            self._step = self._saved_step = step
+            values = read_values(saved.path / VALUES, trusted=trusted)
+            self._state.restore(saved.path, values, trusted=trusted)
+            self._step = self._saved_step = saved.step
+            self._stamp = saved.stamp
             break
         return self._step
 
@@ -123,14 +135,19 @@ class Checkpointer:
         for it allocates memory for the copy.
 
         Raises:
-            CheckpointError: this checkpoint (with `wait`), or the one before, was not written.
+            CheckpointError: this checkpoint (with `wait`), or the one before, was not written, or
+                another job saves into the folder.
+            StrategyError: a state holds other objects than tensors and plain data.
         """
         self._writer.finish()
+        self._broken.discard(self._saved_step)  # it has been written anew
+        self._take_folder()
         self._step = self._step if step is None else step
         plan = getattr(self._state.model, "plan", None)
         values = self._state.values(self._step), self._state.own_values()
-        self._writer.start(self._step, self._state.tensors(), values, plan)
-        self._saved_step = self._step
+        stamp = self._next_stamp()
+        self._writer.start(self._step, self._state.tensors(), values, plan, stamp, self._broken)
+        self._saved_step, self._stamp = self._step, stamp
         if wait:
             self._writer.finish()
 
@@ -159,8 +176,10 @@ class Checkpointer:
             CheckpointWarning: a checkpoint could not be written; training goes on.
 
         Raises:
-            CheckpointError: the last checkpoint was not written, for half a minute.
+            CheckpointError: the last checkpoint was not written, for half a minute, or another job
+                saves into the folder.
         """
+        self._take_folder()
         if not self._resumed:
             self.resume()
         last_epoch = epochs if epochs is not None or total is not None else 1
@@ -182,6 +201,28 @@ class Checkpointer:
                     raise BatchError("the loader gives no batches: give one with more rows")
                 was_empty = self._step == before
         self._save_last()
+
+    def _take_folder(self) -> None:
+        """Locks the folder for this job; raises CheckpointError on every rank if another has it."""
+        if not self._has_folder:
+            broadcast_from_rank0(self._lock_folder)
+            self._has_folder = True
+
+    def _lock_folder(self) -> None:
+        self._lock = self._folder.lock()
+
+    def _next_stamp(self) -> Stamp:
+        """The stamp of the next checkpoint: of the run that was resumed, or of a new one.
+
+        Rank 0 alone writes it, so the others may have any.
+        """
+        before = self._folder.saved() if rank() == 0 else []
+        if self._stamp is None:
+            number = max((each.stamp.number for each in before), default=0) + 1
+            return Stamp(secrets.token_hex(8), number, 1)
+        run = self._stamp.run
+        last = max((each.stamp.save for each in before if each.stamp.run == run), default=0)
+        return Stamp(run, self._stamp.number, max(last, self._stamp.save) + 1)
 
     def _is_over(self, total: int | None, last_epoch: int | None) -> bool:
         done = total is not None and self._step >= total

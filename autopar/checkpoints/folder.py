@@ -1,26 +1,64 @@
-"""`CheckpointFolder`: checkpoints of one run as folders, each whole or not there.
+"""`CheckpointFolder`: checkpoints as folders, each whole or not there.
 
 A checkpoint is written into `step-N.partial` and renamed to `step-N` when every file is on disk.
-`checksums.json` names its files with their sizes in bytes and CRC-32.
+`checksums.json` names its files with their sizes in bytes and CRC-32; `run.json` is its `Stamp`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
+import stat
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from autopar.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
+STAMP = "run.json"
+LOCK = ".lock"
 CHUNK = 1 << 22  # bytes read at once
+MAX_JSON_BYTES = 1 << 26  # checksums of some 500,000 files
 
 FileSum = tuple[int, int]
 """Size in bytes and CRC-32 of a file."""
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """The run that wrote a checkpoint.
+
+    Attributes:
+        run: random text, the same for a run and its restarts; "" before runs were told apart.
+        number: place of the run among those of the folder, from 1.
+        save: place of the checkpoint among those of its run.
+    """
+
+    run: str
+    number: int
+    save: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in the folder, which may be broken."""
+
+    step: int
+    path: Path
+    stamp: Stamp
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """The order in which checkpoints were written: by run, then within it."""
+        return self.stamp.number, self.stamp.save, self.step
 
 
 @dataclass(frozen=True)
@@ -29,10 +67,14 @@ class CheckpointFolder:
 
     path: Path
 
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints, the newest first."""
-        found = (re.fullmatch(r"step-(\d+)", each.name) for each in self._entries())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+    def saved(self) -> list[Saved]:
+        """The checkpoints, the last written first."""
+        steps: dict[int, Path] = {}
+        for each in sorted(self._entries()):  # step-N comes before step-N.replaced
+            if match := re.fullmatch(r"step-(\d+)(\.replaced)?", each.name):
+                steps.setdefault(int(match[1]), each)
+        found = [Saved(step, path, _stamp(path, step)) for step, path in steps.items()]
+        return sorted(found, key=lambda each: each.age, reverse=True)
 
     def of_step(self, step: int) -> Path:
         """Folder of the checkpoint after a step."""
@@ -42,6 +84,25 @@ class CheckpointFolder:
         """Folder that the checkpoint of a step is written into."""
         return self.path / f"step-{step}.partial"
 
+    def lock(self) -> IO[str]:
+        """A lock on the folder, which lasts until the file is closed or the process ends.
+
+        Raises:
+            CheckpointError: another job saves into the folder.
+        """
+        file = (self.path / LOCK).open("a")
+        try:
+            # POSIX locks work over NFS, and end with the process even if it is killed.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.close()
+            raise CheckpointError(
+                f"another job saves into {self.path}: end it, or give this one another folder"
+            ) from error
+        except OSError:
+            pass  # a file system without locks: runs are told apart by their stamps alone
+        return file
+
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of a step into.
 
@@ -50,24 +111,38 @@ class CheckpointFolder:
         for each in self._entries():
             if re.fullmatch(r"step-\d+\.partial", each.name):
                 shutil.rmtree(each, ignore_errors=True)
+            elif re.fullmatch(r"step-\d+\.replaced", each.name):
+                if each.with_suffix("").exists():
+                    shutil.rmtree(each, ignore_errors=True)
+                else:  # killed between the two renames of `publish`
+                    each.rename(each.with_suffix(""))
         partial = self.partial_of(step)
         partial.mkdir(parents=True)
         return partial
 
-    def publish(self, step: int, sums: Mapping[str, FileSum]) -> None:
+    def publish(self, step: int, sums: Mapping[str, FileSum], stamp: Stamp) -> None:
         """Makes the checkpoint of a step visible; all its files have been written."""
         partial, whole = self.partial_of(step), self.of_step(step)
-        (partial / CHECKSUMS).write_text(json.dumps(dict(sums), indent=0))
-        for name in (partial / CHECKSUMS, partial):
+        (partial / STAMP).write_bytes(msgspec.json.encode(stamp))
+        every = {**sums, STAMP: file_sum(partial / STAMP)}
+        (partial / CHECKSUMS).write_text(json.dumps(every, indent=0))
+        for name in (partial / STAMP, partial / CHECKSUMS, partial):
             _sync(name)
-        shutil.rmtree(whole, ignore_errors=True)
+        replaced = self.path / f"step-{step}.replaced"
+        if whole.exists():  # set aside until the new one has its name, so that one is always there
+            whole.rename(replaced)
         partial.rename(whole)
         _sync(self.path)
+        shutil.rmtree(replaced, ignore_errors=True)
 
-    def prune(self, keep: int) -> None:
-        """Deletes all but the newest `keep` checkpoints."""
-        for step in self.steps()[keep:]:
-            shutil.rmtree(self.of_step(step), ignore_errors=True)
+    def prune(self, keep: int, run: str, broken: Collection[int]) -> None:
+        """Deletes all but the last `keep` checkpoints of a run.
+
+        Those of other runs stay, and those that are broken or short do not count.
+        """
+        own = [each for each in self.saved() if each.stamp.run == run and each.step not in broken]
+        for each in [each for each in own if has_all_bytes(each.path)][keep:]:
+            shutil.rmtree(each.path, ignore_errors=True)
 
     def _entries(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):
@@ -76,9 +151,9 @@ class CheckpointFolder:
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and CRC-32 of a file."""
+    """Size and CRC-32 of a regular file."""
     size = checksum = 0
-    with path.open("rb") as file:
+    with _open(path) as file:
         while chunk := file.read(CHUNK):
             size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
     return size, checksum
@@ -90,15 +165,23 @@ def sums_of(folder: Path, prefixes: Iterable[str]) -> dict[str, FileSum]:
     return {each.name: file_sum(each) for each in folder.iterdir() if each.name.startswith(starts)}
 
 
+def has_all_bytes(folder: Path) -> bool:
+    """Whether the files of a checkpoint have their sizes, without reading them."""
+    try:
+        sums = _read_sums(folder)
+        return all((folder / name).lstat().st_size == size for name, (size, _) in sums.items())
+    except (OSError, ValueError):
+        return False
+
+
 def faults_of(folder: Path, part: int, parts: int) -> list[str]:
     """Faults among every `parts`-th file of a checkpoint, from file number `part` on."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        names = sorted(sums)
-    except (OSError, ValueError, TypeError) as error:
+        sums = _read_sums(folder)
+    except (OSError, ValueError) as error:
         return [f"{CHECKSUMS} cannot be read ({type(error).__name__})"]
     faults = []
-    for name in names[part::parts]:
+    for name in sorted(sums)[part::parts]:
         try:
             size, checksum = file_sum(folder / name)
         except OSError as error:
@@ -109,6 +192,33 @@ def faults_of(folder: Path, part: int, parts: int) -> list[str]:
         elif checksum != sums[name][1]:
             faults.append(f"{name} has changed since it was written")
     return faults
+
+
+def _read_sums(folder: Path) -> dict[str, FileSum]:
+    """The sums of a checkpoint by name; raises OSError or ValueError."""
+    with _open(folder / CHECKSUMS) as file:
+        text = file.read(MAX_JSON_BYTES)
+    sums = msgspec.json.decode(text, type=dict[str, FileSum])
+    for name in sums:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file")
+    return sums
+
+
+def _stamp(folder: Path, step: int) -> Stamp:
+    """The stamp of a checkpoint; that of a nameless first run where there is none."""
+    with contextlib.suppress(OSError, ValueError), _open(folder / STAMP) as file:
+        return msgspec.json.decode(file.read(CHUNK), type=Stamp)
+    return Stamp("", 0, step)
+
+
+def _open(path: Path) -> IO[bytes]:
+    """A regular file to read; a pipe or a device would wait, or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(22, "not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def _sync(path: Path) -> None:

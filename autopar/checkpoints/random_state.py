@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autopar.checkpoints.plain_data import with_arrays, without_arrays
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -32,7 +34,7 @@ class RandomState:
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             random.getstate(),
-            dict(np.random.get_state(legacy=False)),
+            without_arrays(np.random.get_state(legacy=False)),
             torch.get_rng_state(),
             torch.cuda.get_rng_state() if on_gpu else None,
         )
@@ -45,7 +47,7 @@ class RandomState:
     def restore(self) -> None:
         """Gives every generator this state."""
         random.setstate(self.python)
-        np.random.set_state(dict(self.numpy))
+        np.random.set_state(with_arrays(self.numpy))
         torch.set_rng_state(self.cpu)
         if self.device is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.device)

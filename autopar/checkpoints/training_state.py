@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from autopar.checkpoints.named_state import OPTIONS, NamedState, States
+from autopar.checkpoints.plain_data import PlainPlanner, PlainReader, check_plain
 from autopar.checkpoints.position import DataPosition
 from autopar.checkpoints.random_state import RandomState
 from autopar.common.notices import warn_once
@@ -64,27 +66,42 @@ class TrainingState:
     def _with_extra(self, states: States) -> dict[str, Any]:
         weights, moments = states
         extra = {name: each.state_dict() for name, each in self.extra.items()}
+        for name, state in extra.items():
+            check_plain(f"extra[{name!r}]", state)
+        check_plain("the optimizer", moments)
         return {"model": weights, "optimizer": moments, "extra": extra}
 
     def values(self, step: int) -> dict[str, Any]:
-        """The step and the schedules, the same on every rank."""
-        return {
+        """The step and the schedules, the same on every rank.
+
+        Raises:
+            StrategyError: a schedule holds other objects than plain data.
+        """
+        values = {
             "step": step,
             "mesh": _mesh(self.model),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
         }
+        for name in ("scheduler", "scaler"):
+            check_plain(f"the {name}", values[name])
+        return values
 
     def own_values(self) -> dict[str, Any]:
         """The random state of this rank, and its place in the data."""
+        data = self.data.state_dict()
+        check_plain("the loader", data)
         return {
             "random": RandomState.now().state_dict(),
-            "data": self.data.state_dict(),
+            "data": data,
             "stream": _stream(self.model),
         }
 
-    def restore(self, folder: Any, values: Mapping[str, Any]) -> None:
-        """Takes over the state of a checkpoint; `values` has the own values of all ranks."""
+    def restore(self, folder: Any, values: Mapping[str, Any], *, trusted: bool = False) -> None:
+        """Takes over the state of a checkpoint; `values` has the own values of all ranks.
+
+        Files that are `trusted` may hold any objects.
+        """
         is_same_mesh = values["mesh"] == _mesh(self.model)
         group = group_of(self.model) if is_same_mesh else 0  # other groups begin as the first
         tensors = self._own_tensors()
@@ -96,7 +113,9 @@ class TrainingState:
             )
         try:
             named = {f"group-{group}": tensors} if group else tensors
-            load(named, checkpoint_id=folder, no_dist=not is_multi_rank())
+            reader = FileSystemReader(folder) if trusted else PlainReader(folder)
+            planner = None if trusted else PlainPlanner()
+            load(named, storage_reader=reader, planner=planner, no_dist=not is_multi_rank())
         except (CheckpointException, Exception) as error:
             reason = getattr(error, "failures", {}) or {0: (error,)}
             first = next(iter(reason.values()))[0]

@@ -1,7 +1,9 @@
 """A run that stops and resumes trains as one that never stopped."""
 
 import errno
+import json
 import os
+import pickle
 import resource
 import signal
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +23,11 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.checkpoints import background
-from autopar.checkpoints.folder import CheckpointFolder
+from autopar.checkpoints.folder import (
+    CHECKSUMS,
+    CheckpointFolder,
+    file_sum,
+)
 from tests.harness.models import MODELS
 from tests.harness.training import ADAMW, close, fixed, shared_captures, whole_state
 from tests.harness.worlds import run, run_isolated
@@ -44,6 +51,11 @@ def loader() -> DataLoader[Any]:
     """Five batches an epoch, in another order each time."""
     x, y = MODELS["dropout"].batch(20, 1)[0]
     return DataLoader(list(zip(x, y, strict=True)), 4, shuffle=True)
+
+
+def names(folder: str | Path) -> list[str]:
+    """Checkpoints in a folder, finished or not."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
 def train(folder: str, strategy: Any, stop_after: int = STEPS, **options: Any) -> Any:
@@ -79,7 +91,7 @@ def interrupted(rank: int, world_size: int, folder: str) -> None:
         assert list(second) == [5, 6, 7, 8], "the last checkpoint was that of step 4"
         assert {**first, **second} == want
         close(got, weights, 0)
-        assert sorted(os.listdir(f"{own}/b")) == ["step-6", "step-8"]
+        assert names(f"{own}/b") == ["step-6", "step-8"]
 
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -140,6 +152,56 @@ def test_a_broken_checkpoint_is_skipped_and_said(tmp_path: Path) -> None:
     assert not (tmp_path / "step-3.partial").exists()
 
 
+def test_checkpoints_of_another_run_stay_and_are_older(tmp_path: Path) -> None:
+    for step in (1000, 1100):
+        small(tmp_path)[1].save(step, wait=True)
+    model, checkpointer = small(tmp_path)  # does not resume: a new run
+    for step in (1, 2, 1000, 4):
+        model.weight.data.fill_(step)
+        checkpointer.save(step, wait=True)
+    assert names(tmp_path) == ["step-1000", "step-1100", "step-2", "step-4"]
+    model, checkpointer = small(tmp_path)
+    assert checkpointer.resume() == 4, "the run that began last, whatever its steps"
+    assert model.weight.eq(4).all()
+
+
+def test_a_file_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    """The sums are right: whoever can write the folder can write them, too."""
+    _, checkpointer = small(tmp_path)
+    checkpointer.save(1, wait=True)
+    folder = tmp_path / "step-1"
+    for name in ("training.pt", ".metadata"):
+        content, sums = (folder / name).read_bytes(), (folder / CHECKSUMS).read_bytes()
+        if name == "training.pt":
+            torch.save({"ranks": print}, folder / name)
+        else:
+            (folder / name).write_bytes(pickle.dumps(print))
+        table = msgspec.json.decode(sums)
+        (folder / CHECKSUMS).write_text(json.dumps(table | {name: file_sum(folder / name)}))
+        with pytest.raises(autopar.CheckpointError, match=r"may run code|builtins.print"):
+            checkpointer.resume()
+        (folder / name).write_bytes(content)
+        (folder / CHECKSUMS).write_bytes(sums)
+    (folder / CHECKSUMS).unlink()
+    os.mkfifo(folder / CHECKSUMS)
+    with pytest.warns(autopar.CheckpointWarning, match="cannot be read"):
+        assert small(tmp_path)[1].resume() == 0
+
+
+def test_a_state_that_is_no_data_is_an_error_when_it_is_saved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"when": Path("x")}
+
+    checkpointer = autopar.Checkpointer(
+        tmp_path, model, ADAMW(model.parameters()), extra={"odd": Odd()}
+    )
+    with pytest.raises(autopar.StrategyError, match=r"extra\['odd'\] holds objects \(PosixPath\)"):
+        checkpointer.save(1)
+
+
 def test_a_checkpoint_holds_the_state_of_its_call(tmp_path: Path) -> None:
     model, checkpointer = small(tmp_path)
     written, save = threading.Event(), background.save
@@ -192,7 +254,7 @@ def test_an_error_beside_training_is_raised_at_the_next_call(tmp_path: Path, ste
     assert said[0] == said[1]
     assert len(said[0]) == 1
     assert f"rank {2 - step}: OSError: [Errno 28]" in said[0][0]
-    assert os.listdir(tmp_path) == ["step-3"]
+    assert names(tmp_path) == ["step-3"]
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
@@ -225,7 +287,7 @@ def full_disk(rank: int, world_size: int, folder: str) -> list[int]:
 
 def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     assert run(full_disk, 2, folder=str(tmp_path)) == [[1, 2, 3, 4, 5, 6]] * 2
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-6"]
+    assert names(tmp_path) == ["step-2", "step-6"]
 
 
 def no_room_to_begin(rank: int, world_size: int, folder: str) -> list[int]:
@@ -253,7 +315,7 @@ def no_room_to_begin(rank: int, world_size: int, folder: str) -> list[int]:
 def test_training_goes_on_when_a_save_cannot_begin(tmp_path: Path) -> None:
     (tmp_path / "step-9.partial").mkdir()  # of a run that was killed
     assert run(no_room_to_begin, 2, folder=str(tmp_path)) == [[1, 2, 3, 4]] * 2
-    assert os.listdir(tmp_path) == ["step-4"]
+    assert names(tmp_path) == ["step-4"]
 
 
 def no_room_at_the_end(rank: int, world_size: int, folder: str) -> float:
@@ -280,7 +342,7 @@ def no_room_at_the_end(rank: int, world_size: int, folder: str) -> float:
 @pytest.mark.slow
 def test_the_last_save_is_tried_again(tmp_path: Path) -> None:
     assert max(run(no_room_at_the_end, 2, folder=str(tmp_path))) < 60.0  # of a timeout of 120
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4"]
+    assert names(tmp_path) == ["step-2", "step-4"]
 
 
 def told_to_stop(rank: int, world_size: int, folder: str) -> None:
@@ -299,7 +361,7 @@ def told_to_stop(rank: int, world_size: int, folder: str) -> None:
 
 def test_all_ranks_save_and_leave_together_on_sigterm(tmp_path: Path) -> None:
     run_isolated(told_to_stop, 2, folder=str(tmp_path))
-    assert os.listdir(tmp_path) == ["step-5"]
+    assert names(tmp_path) == ["step-5"]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
