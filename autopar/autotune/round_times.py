@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scipy.stats import wilcoxon
-
 LEVEL = 0.02
 """Largest probability of such times for a plan as fast as the fastest, to rule it out."""
 
@@ -48,6 +46,8 @@ class RoundTimes:
         return {i: typical * statistics.median(row) for i, row in sorted(relative.items())}
 
     def _is_slower(self, index: int, other: int) -> bool:
+        from scipy.stats import wilcoxon  # takes most of a second, for races only
+
         pairs = [(row[index], row[other]) for row in self.rounds if index in row]
         ratios = [math.log(slow / fast) for slow, fast in pairs]
         return any(ratios) and bool(wilcoxon(ratios, alternative="greater").pvalue < LEVEL)

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from autopar.common.checks import (
     MAX_BYTES,
@@ -35,6 +33,9 @@ from autopar.cost_model.storage import Storage, transfer_times
 from autopar.cost_model.topology.devices import Device, host_link
 from autopar.cost_model.topology.topology import repeated
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 SCHEMA_VERSION = 2
 
 _TABLES = resources.files("autopar.cost_model.tables")
@@ -48,7 +49,6 @@ _KINDS: Mapping[str, Any] = {
     "versions": Mapping,
     "slowdown": Slowdown,
     "uniform": bool,
-    "topology": nx.Graph | None,
     "figures": Device | None,
     "link": Link | None,
     "storage": Storage | None,
@@ -115,7 +115,12 @@ class Cluster:
         for field_name in ("device_memory_bytes", "host_memory_bytes"):
             if (size := getattr(self, field_name)) is not None:
                 count(field_name, size, 1, MAX_BYTES, ClusterError)
-        for field_name, kind in _KINDS.items():
+        kinds = dict(_KINDS)
+        if self.topology is not None:
+            import networkx as nx
+
+            kinds["topology"] = nx.Graph
+        for field_name, kind in kinds.items():
             if not isinstance(value := getattr(self, field_name), kind):
                 raise argument_error(field_name, value, "give what its type says", ClusterError)
         check_provenance(self.provenance)
@@ -198,6 +203,8 @@ class Cluster:
             data[name] = dataclasses.asdict(data[name]) if data[name] else None
         data["figures"] = self.figures.to_dict() if self.figures else None
         if self.topology is not None:
+            import networkx as nx
+
             data["topology"] = nx.node_link_data(self.topology, edges="edges")
         data["curves"] = [curve_row(key, entry) for key, entry in sorted(self.curves.items())]
         return data

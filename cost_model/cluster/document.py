@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-import networkx as nx
 
 from autopar.common.documents import Amount, FieldError, Positive, Ranks, Rate, read
 from autopar.cost_model.cluster.interference import Slowdown
@@ -146,6 +145,8 @@ def cluster_fields(data: Any, source: str) -> dict[str, Any]:
     values["storage"] = document.storage and document.storage.entry
     values["host"] = document.host and document.host.entry
     if document.topology is not None:
+        import networkx as nx
+
         values["topology"] = nx.node_link_graph(data["topology"], edges="edges")
     return values
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from autopar.cost_model.algorithms.extrapolate import Fabric, derive, effective_cores
 from autopar.cost_model.collectives import Link
@@ -19,6 +18,9 @@ from autopar.cost_model.nccl.model import COLLECTIVES as NCCL_COLLECTIVES
 from autopar.cost_model.nccl.model import Tuning
 from autopar.cost_model.topology.link_rates import link_of_group
 from autopar.cost_model.topology.topology import nics_per_node
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 NVLS = ("H100", "H200", "H800", "B200", "B300")
 """Devices with all-reduces in the switch, and over trees between nodes."""

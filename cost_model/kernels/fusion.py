@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from networkx.utils import UnionFind
 from torch import fx
 
 from autopar.cost_model.collectives import is_wait
@@ -122,6 +121,8 @@ def _kernels(
     The level of an operator is the longest path to it, counted in operators that are not fused.
     Neighbours of one level can share a kernel, because no path between them leaves it and returns.
     """
+    from networkx.utils import UnionFind
+
     level: dict[fx.Node, int] = {}
     fusible: dict[fx.Node, None] = {}
     merged = UnionFind()

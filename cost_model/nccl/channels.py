@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.nccl.constants import ALGORITHMS, GENERATIONS
 from autopar.cost_model.topology.topology import group_devices, node_of
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
 """Kinds of path between two devices, nearest first, as NCCL prints them."""

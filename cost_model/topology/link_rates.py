@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.topology import group_devices, node_of
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 LAUNCH_S = 1.5e-5
 """Seconds to launch a collective on a GPU, as for clusters without any measurement."""

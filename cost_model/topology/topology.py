@@ -9,13 +9,14 @@ link to.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _NEAR_HOPS = 2  # a rank, its host, another rank
 _FAR_HOPS = 4  # additional: host, NIC, fabric, NIC, host
@@ -39,6 +40,8 @@ def topology_from_pairs(
         return None
     latency = near.curve.seconds[0] if near else 0.0
     inside = _link(within, latency / _NEAR_HOPS)
+    import networkx as nx
+
     graph = nx.Graph()
     for n in range(nodes):
         node = f"node{n}"
@@ -111,6 +114,8 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
         )
     if nodes > 1 and "fabric" not in graph:
         raise ClusterError(f"this machine has no NIC: nothing is known of {nodes} of them")
+    import networkx as nx
+
     result = nx.Graph()
     for n in range(nodes):
         names = {name: f"node{n}" + name.removeprefix(machines[0]) for name in first - {"fabric"}}
@@ -119,6 +124,8 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
 
 
 def _alike(first: nx.Graph, second: nx.Graph) -> bool:
+    import networkx as nx
+
     widths = [sorted(w for *_, w in g.edges(data="bytes_per_s")) for g in (first, second)]
     return widths[0] == widths[1] and nx.vf2pp_is_isomorphic(first, second, node_label="kind")
 

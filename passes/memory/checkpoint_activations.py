@@ -8,8 +8,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
@@ -123,6 +121,9 @@ class MinCut:
 
     def kept(self) -> list[fx.Node]:
         """Values to keep, in graph order."""
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         count = len(self.nodes)
         source, sink = 2 * count, 2 * count + 1
         unit = 1 + sum(map(_size, self.nodes)) // 2**28

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from scipy.optimize import milp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +16,6 @@ from autopar.capture import cuda_autocast
 from autopar.capture.batch_slices import capture_of_rank
 from autopar.capture.cuda_autocast import autocast_for
 from autopar.driver.inspect import program_text
-from autopar.planner.placement import ilp
 from tests.harness.models import MODELS
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
@@ -103,7 +103,7 @@ def test_the_program_of_a_plan_is_not_solved_again() -> None:
     strategy = autopar.Strategy(tp=2, zero=0)
     model, options = MODELS["gpt"].make(), {"example_inputs": inputs, "strategy": strategy}
     plan = autopar.plan(model, 4, cluster=node, precision="bf16", **options)
-    with patch.object(ilp, "milp", wraps=ilp.milp) as solver:
+    with patch("scipy.optimize.milp", wraps=milp) as solver:
         text = program_text(model, inputs, plan=plan)
     assert not solver.called
     assert "_scaled_dot_product_flash_attention" in text

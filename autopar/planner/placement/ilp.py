@@ -14,10 +14,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_array
 from torch import fx
 
 from autopar.common.deadline import check_time, remaining_s
@@ -32,6 +31,9 @@ from autopar.planner.placement.redistributions import (
     redistributions,
 )
 from autopar.planner.placement.strategies import StrategyChoices, strategy_choices
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 Price = Callable[[Value, Placement, Placement], float]
 """Seconds to redistribute a value between two placements; infinite if forbidden."""
@@ -247,6 +249,9 @@ class _Program:
         gap: float = GAP,
     ) -> OptimizeResult:
         """Minimises `costs` under the constraint that `held` is at most `cap`."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
         check_time()
         rows = self.rows
         shape = (len(rows.low), len(self.costs))
