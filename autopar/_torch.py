@@ -1,6 +1,7 @@
-"""Every private name of torch that autopar uses.
+"""Every private name of torch that autopar uses and that costs no import of Dynamo.
 
-Supported: torch 2.11 to 2.13. A release that moves one of these names breaks this file only.
+Supported: torch 2.11 to 2.13. A release that moves one of these names breaks this file only, or
+`_torch_dynamo.py`, which has those that do.
 """
 
 import contextlib
@@ -29,12 +30,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.backends.common import aot_autograd as aot_backend
-from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -50,15 +46,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _abort_process_group as abort_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.distributed.pipelining.schedules import _Action as PipelineAction
-from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
-from torch.distributed.pipelining.schedules import _ComputationType as PipelineWork
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
-from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.graph_module import _loader as fx_code_loader
 from torch.fx.node import _format_arg as format_argument
@@ -317,6 +307,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def clear_dtensor_caches() -> None:
+    """Forgets how DTensor shards results; as in torch's `debug` module, which loads Dynamo."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
     """A DTensor from a local shard, with the mesh, placements and global shape of another.
 
@@ -353,14 +349,6 @@ def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
     """Cached fake results of operators, for the lifetime of a fake mode."""
     known: dict[Any, Any] = vars(mode).setdefault("autopar_results", {})
     return known
-
-
-def new_size_symbol(env: ShapeEnv, size: int, name: str) -> torch.SymInt:
-    """A size as a symbol of its own, at least 2."""
-    source = ConstantSource(name)
-    symbol = env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
-    made: Any = env.create_symintnode(symbol, hint=size, source=source)
-    return made
 
 
 def substituted(expression: Any, sizes: Mapping[Any, int]) -> Any:

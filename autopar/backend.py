@@ -12,7 +12,7 @@ from typing import Any
 from torch import distributed as dist
 from torch import fx, nn
 
-from autopar._torch import aot_backend, default_partition, make_boxed_func
+from autopar._torch_dynamo import aot_backend, default_partition, make_boxed_func
 from autopar.common.groups import backend_of
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS

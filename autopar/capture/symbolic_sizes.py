@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import ShapeEnv, is_true, new_size_symbol, substituted
+from autopar._torch import ShapeEnv, is_true, substituted
 from autopar.capture.call import Call, TensorSpec
 from autopar.errors import CaptureError
 from autopar.ir.graph import dense_strides
@@ -82,6 +82,8 @@ class SymbolicSizes:
     """Symbols for the dims in which calls differ; `fake` makes inputs of the first call."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
+        from autopar._torch_dynamo import new_size_symbol
+
         first = calls[0]
         self._strides = {i: first.leaves[i].stride for i in first.tensor_indices}
         if not all(has_order_of(call, first) for call in calls):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -115,6 +116,7 @@ def capture(
             f"loss_fn={type(loss_fn).__name__}(...) has parameters, which would not be trained: "
             "make it part of the model and let the model return the loss."
         )
+    _load_tracer()
     arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate
     random_state = _random_state()
     with _torch.count_checkpoint_calls() as checkpoints:
@@ -157,6 +159,7 @@ def capture_symbolically(
     Raises:
         CaptureError: the model changes Python values, or cannot be traced.
     """
+    _load_tracer()
     policy = StatePolicy(lifted)
     arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate, policy, sizes
     traced = TracedCall(*arguments, branches=CompilerBranches(compiled))
@@ -165,6 +168,11 @@ def capture_symbolically(
     if policy.after_run(traced.effects, changed_parameters(module, traced.infos)) != policy:
         raise CaptureError(f"{type(model).__name__} changes Python values")
     return _capture_of(traced, module)
+
+
+def _load_tracer() -> None:
+    """Loads Dynamo's modules outside of any mode, and of any record of what a model changes."""
+    importlib.import_module("autopar._torch_dynamo")
 
 
 def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
@@ -257,6 +265,7 @@ def _following_effects(
 
 def _trace_joint(traced: TracedCall) -> fx.GraphModule:
     """The joint graph, with equal blocks traced once if possible."""
+    from autopar._torch_dynamo import aot_export_joint_with_descriptors
 
     def attempt() -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
@@ -267,7 +276,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(_torch.without_effect_tokens())
             stack.enter_context(_torch.backward_without_autocast())
             inputs = tuple(traced.inputs)
-            made = _torch.aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
+            made = aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
             _torch.forget_code_with(made)
             if traced.sizes is not None:
                 inline_sizes(made.graph)

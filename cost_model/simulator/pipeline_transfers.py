@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from autopar._torch import PipelineAction, PipelineWork, add_transfers
 from autopar.cost_model.simulator.schedules import Kind, Orders
 
-RECEIVES: Mapping[PipelineWork, Kind] = {PipelineWork.RECV_F: "F", PipelineWork.RECV_B: "B"}
-TRANSFERS = (*RECEIVES, PipelineWork.SEND_F, PipelineWork.SEND_B)
+if TYPE_CHECKING:
+    from autopar._torch_dynamo import PipelineAction
 
-Actions = tuple[PipelineAction, ...]
+# by the values of torch's kinds, whose module is loaded for pipelines only
+RECEIVES: Mapping[str, Kind] = {"RECV_F": "F", "RECV_B": "B"}
+TRANSFERS = (*RECEIVES, "SEND_F", "SEND_B")
+
+Actions = tuple["PipelineAction", ...]
 Input = tuple[Kind, int]
 """An input of a forward or a backward, "F" or "B", of a stage."""
 
@@ -24,6 +28,8 @@ def with_transfers(orders: Orders, *, hoisted: bool) -> tuple[Actions, ...]:
     receives stand before the preceding work too, so that transfers overlap with it: gloo sends only
     what the peer has asked for.
     """
+    from autopar._torch_dynamo import PipelineAction, PipelineWork, add_transfers
+
     ranks = len(orders)
     stages = 1 + max(action.stage for order in orders for action in order)
     actions = {
@@ -40,11 +46,9 @@ def hoist_receives(actions: Iterable[PipelineAction]) -> Actions:
     found: list[PipelineAction] = []
     for action in actions:
         place = len(found)
-        if action.computation_type in RECEIVES:
-            works = (
-                i for i in reversed(range(place)) if found[i].computation_type not in TRANSFERS
-            )
-            place = next(works, place)
+        if action.computation_type.value in RECEIVES:
+            before = ((i, found[i].computation_type.value) for i in reversed(range(place)))
+            place = next((i for i, kind in before if kind not in TRANSFERS), place)
         found.insert(place, action)
     return tuple(found)
 
@@ -54,10 +58,11 @@ def inputs_ahead(actions: Iterable[PipelineAction]) -> list[list[Input]]:
     found: list[list[Input]] = []
     waiting: dict[tuple[str, int, int | None], Input] = {}
     for action in actions:
-        kind, stage, micro = action.computation_type, action.stage_index, action.microbatch_index
+        kind, stage = action.computation_type.value, action.stage_index
+        micro = action.microbatch_index
         if kind in RECEIVES:
             waiting[RECEIVES[kind], stage, micro] = RECEIVES[kind], stage
         elif kind not in TRANSFERS:
-            waiting.pop(("F" if kind == PipelineWork.FORWARD else "B", stage, micro), None)
+            waiting.pop(("F" if kind == "F" else "B", stage, micro), None)
             found.append(list(waiting.values()))
     return found
