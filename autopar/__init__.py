@@ -1,10 +1,8 @@
 """autopar: a compiler that trains a single-device PyTorch model on many ranks."""
 
-from autopar.api import compile, plan, verify
-from autopar.checkpoints.checkpointer import Checkpointer
-from autopar.common.padding import pad_to_bucket
-from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.measurement.measure import measure
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -27,14 +25,21 @@ from autopar.errors import (
     StrategyError,
     VerificationError,
 )
-from autopar.ir.placement import Replicate, Shard
-from autopar.offload.optimizer import OffloadedOptimizer
-from autopar.plan.outer import Outer
-from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
-from autopar.runtime.module import DistributedModule
-from autopar.runtime.pretrained import load_pretrained
-from autopar.verification.deviation import Deviation, Verification
+
+if TYPE_CHECKING:
+    from autopar.api import compile, plan, verify
+    from autopar.checkpoints.checkpointer import Checkpointer
+    from autopar.common.padding import pad_to_bucket
+    from autopar.cost_model.cluster.cluster import Cluster
+    from autopar.cost_model.measurement.measure import measure
+    from autopar.ir.placement import Replicate, Shard
+    from autopar.offload.optimizer import OffloadedOptimizer
+    from autopar.plan.outer import Outer
+    from autopar.plan.strategy import Strategy
+    from autopar.report.plan import Plan
+    from autopar.runtime.module import DistributedModule
+    from autopar.runtime.pretrained import load_pretrained
+    from autopar.verification.deviation import Deviation, Verification
 
 __version__ = "0.1.0"
 
@@ -77,3 +82,42 @@ __all__ = [
     "plan",
     "verify",
 ]
+
+_HOMES = {
+    "Checkpointer": "autopar.checkpoints.checkpointer",
+    "Cluster": "autopar.cost_model.cluster.cluster",
+    "Deviation": "autopar.verification.deviation",
+    "DistributedModule": "autopar.runtime.module",
+    "OffloadedOptimizer": "autopar.offload.optimizer",
+    "Outer": "autopar.plan.outer",
+    "Plan": "autopar.report.plan",
+    "Replicate": "autopar.ir.placement",
+    "Shard": "autopar.ir.placement",
+    "Strategy": "autopar.plan.strategy",
+    "Verification": "autopar.verification.deviation",
+    "compile": "autopar.api",
+    "load_pretrained": "autopar.runtime.pretrained",
+    "measure": "autopar.cost_model.measurement.measure",
+    "pad_to_bucket": "autopar.common.padding",
+    "plan": "autopar.api",
+    "verify": "autopar.api",
+}
+"""Modules that load when one of their names is first used: what is not used costs no time."""
+
+# loading the package `autopar.plan` later would bind it here, in the place of the function
+importlib.import_module("autopar.plan")
+globals().pop("plan", None)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on its first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Public names too that are not loaded yet, for completion."""
+    return sorted({*globals(), *__all__})
