@@ -20,7 +20,7 @@ class AutoparError(Exception):
 
 
 class CaptureError(AutoparError):
-    """The model cannot be traced into one forward and backward graph."""
+    """The model cannot be traced into one forward and backward, or is differentiated twice."""
 
 
 class ModelError(AutoparError):

@@ -7,7 +7,6 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
@@ -17,6 +16,7 @@ from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
 from autopar.runtime.context import ExecutionContext
+from autopar.runtime.first_derivative import differentiable_once
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 
@@ -147,7 +147,7 @@ class _PipelineFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Runs the backwards, or collects the gradients of interleaved ones."""
         call, executor = ctx.call, ctx.executor

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autopar._torch import apply_function, backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
@@ -17,6 +16,7 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
+from autopar.runtime.first_derivative import differentiable_once
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -218,7 +218,7 @@ class SpmdFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: SpmdCall = ctx.call
         pairs = zip(call.program.returned, gradients, strict=True)
