@@ -99,6 +99,7 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     "convolution_backward": structured.convolution_backward,
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d": structured.pooling,
     "max_pool2d_with_indices_backward avg_pool2d_backward": structured.pooling,
+    "adaptive_max_pool2d adaptive_max_pool2d_backward": structured.pooling,
     "_adaptive_avg_pool2d_backward upsample_nearest2d": structured.pooling,
     "upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward": structured.pooling,
     "upsample_bilinear2d_backward upsample_bicubic2d_backward": structured.pooling,

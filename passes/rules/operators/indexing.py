@@ -15,9 +15,14 @@ def embedding(operator: Operator) -> list[Loop]:
 
 
 def embedding_backward(operator: Operator) -> list[Loop]:
-    """(gradient, indices, entries, ...): every dim of the indices, summed, and the width."""
+    """(gradient, indices, entries, ...): every dim of the indices, summed, and the width.
+
+    What is scaled by the frequency of entries needs all indices.
+    """
     gradient, indices = operator.operands
     loops = [Loop.over(size, (d, d), ("sum",)) for d, size in enumerate(indices.shape)]
+    if operator.argument("scale_grad_by_freq"):
+        loops = []
     return [*loops, Loop.over(gradient.shape[-1], (gradient.dim() - 1, None), (1,))]
 
 

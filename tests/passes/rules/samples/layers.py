@@ -203,7 +203,8 @@ def embedding(d: Draw) -> tuple[Any, ...]:
 @sample(aten.embedding_dense_backward.default)
 def embedding_backward(d: Draw) -> tuple[Any, ...]:
     entries, shape = d.size(), d.sizes(1, 3)
-    return (d.rand(*shape, d.size()), d.randint(entries, *shape), entries, -1, False)
+    padding, by_frequency = -1 if d.flag() else entries - 1, d.flag()
+    return (d.rand(*shape, d.size()), d.randint(entries, *shape), entries, padding, by_frequency)
 
 
 # -- random numbers ----------------------------------------------------------------------------
@@ -335,6 +336,18 @@ def max_pooling_backward(d: Draw) -> tuple[Any, ...]:
     source, size = pooling(d)
     out, places = aten.max_pool2d_with_indices.default(source, size)
     return (d.rand(*out.shape), source, size, [2, 2], [0, 0], [1, 1], False, places)
+
+
+@sample(aten.adaptive_max_pool2d.default)
+def adaptive_max_pooling(d: Draw) -> tuple[Any, ...]:
+    return (d.rand(d.size(), d.size(), 6, 5), [2, 3])
+
+
+@sample(aten.adaptive_max_pool2d_backward.default)
+def adaptive_max_pooling_backward(d: Draw) -> tuple[Any, ...]:
+    source, size = adaptive_max_pooling(d)
+    out, places = aten.adaptive_max_pool2d.default(source, size)
+    return (d.rand(*out.shape), source, places)
 
 
 @sample(aten.avg_pool2d_backward.default)
