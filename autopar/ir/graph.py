@@ -28,7 +28,7 @@ from torch import fx
 
 from autopar._torch import FakeTensor, FakeTensorMode, OpOverload, copy_graph, format_argument
 from autopar.ir.placement import Placement
-from autopar.ir.roles import InputRole, OutputRole, Parameter
+from autopar.ir.roles import Gradient, InputRole, OutputRole, Parameter, Tangent
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,23 @@ class TrainingGraph:
             if node.meta["phase"] == "backward":
                 return node
         return self.output_node
+
+    def outputs_by_gradient(self) -> dict[str | int, frozenset[int]]:
+        """Indices of the outputs whose gradients each gradient is made of.
+
+        The key is the name of the parameter, or the index of the input.
+        """
+        outputs: dict[fx.Node, frozenset[int]] = {}
+        roles = dict(zip(self.placeholders, self.inputs, strict=True))
+        for node in self.graph.nodes:
+            role = roles.get(node)
+            own = [frozenset({role.index})] if isinstance(role, Tangent) else []
+            outputs[node] = frozenset().union(*own, *(outputs[n] for n in node.all_input_nodes))
+        return {
+            role.of.name if isinstance(role.of, Parameter) else role.of.index: outputs[node]
+            for role, node in zip(self.outputs, self.results, strict=True)
+            if isinstance(role, Gradient) and node is not None
+        }
 
     def with_results(
         self, results: Mapping[OutputRole, fx.Node | None], **changes: object

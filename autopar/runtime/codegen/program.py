@@ -7,7 +7,7 @@ import linecache
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import getitem
@@ -128,10 +128,19 @@ class Program:
     graph: TrainingGraph  # after all passes
     forward: CompiledGraph
     backward: CompiledGraph | None
+    outputs_by_gradient: Mapping[str | int, frozenset[int]]
 
     @cached_property
     def is_random(self) -> bool:
         return any(is_random(node) for node in self.graph.calls())
+
+    def untouched(self, outputs: Collection[int]) -> set[str | int]:
+        """Parameters and inputs on which none of these outputs depends.
+
+        As on one device their gradient is None, so that an optimizer does not even decay them.
+        """
+        pairs = self.outputs_by_gradient.items()
+        return {key for key, sources in pairs if sources and sources.isdisjoint(outputs)}
 
     @cached_property
     def returned_parameters(self) -> frozenset[int]:
@@ -206,7 +215,7 @@ def build_program(
         donated = _donated_args(split.forward, split.backward) if options.is_compiled else ()
         backward = generate(split.backward, options, donated, recorder)
     lean = replace(capture, graph=graph, captured_graph=graph)  # captured graphs are large
-    return Program(lean, graph, forward, backward)
+    return Program(lean, graph, forward, backward, capture.graph.outputs_by_gradient())
 
 
 def with_axes(graph: TrainingGraph, plan: Plan) -> TrainingGraph:

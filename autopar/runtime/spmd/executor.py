@@ -16,7 +16,7 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
-from autopar.runtime.first_derivative import differentiable_once
+from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -158,7 +158,9 @@ class SpmdCall:
         finish_exchange()
         if isinstance(run := self.program.forward.run, GraphedFunction) and not keeps_graph:
             run.take_back(self)
-        return self._gradients(backward, results)
+        # What compression left out of a gradient, or no_sync held back, is one by itself.
+        untouched = set() if _has_states(backward) else program.untouched(tangents) - {*unreduced}
+        return self._gradients(backward, results, untouched)
 
     def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
         """A program as of the forward, for the gradients that the backward meets."""
@@ -180,10 +182,14 @@ class SpmdCall:
             arguments.insert(place, value)
         return arguments
 
-    def _gradients(self, graph: CompiledGraph, results: list[Any]) -> list[torch.Tensor | None]:
+    def _gradients(
+        self, graph: CompiledGraph, results: list[Any], untouched: set[str | int]
+    ) -> list[torch.Tensor | None]:
         unreduced, sharded = self.context.unreduced_grads, self.context.index.dtensors
         for place, role in graph.other_outputs:
             match role:
+                case roles.UnreducedGrad(name) if name in untouched:
+                    pass
                 case roles.UnreducedGrad(name) if name in unreduced:
                     unreduced[name] += results[place]
                 case roles.UnreducedGrad(name):
@@ -191,7 +197,7 @@ class SpmdCall:
         found: list[torch.Tensor | None] = []
         gradients = graph.gradient_outputs
         for key in self.differentiable:
-            value = results[gradients[key]] if key in gradients else None
+            value = results[gradients[key]] if key in gradients.keys() - untouched else None
             if value is not None and key in sharded:
                 value = self.context.as_grad_of(str(key), value)
             found.append(value)
@@ -226,6 +232,10 @@ class SpmdFunction(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         return (None, *call.run_backward(saved, tangents))
+
+
+def _has_states(graph: CompiledGraph) -> bool:
+    return any(isinstance(role, roles.State) for _, role in graph.unsaved_inputs)
 
 
 def _tangent(
