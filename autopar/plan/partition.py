@@ -6,9 +6,12 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import fx
 
+from autopar._torch import OpOverload
 from autopar.common.documents import Count, Positive, Ranks
 from autopar.ir.graph import TrainingGraph, elements, operands
 from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard, placement_of
@@ -63,7 +66,7 @@ class Partition:
         )
 
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
-        """Strategies of a graph for `rows`, as in the attribute; None if of another graph."""
+        """Strategies of the first rank's graph for `rows`; None if they are of another graph."""
         if (graph_hash(graph), rows) != (self.graph, self.rows):
             return None
         return tuple(
@@ -95,7 +98,22 @@ def parse_op_strategy(text: str) -> OpStrategy:
 
 
 def graph_hash(graph: TrainingGraph) -> str:
-    """Hash of a graph's operators and inputs, independent of a rank's number of rows.
+    """Hash of a graph's operators, their arguments and its inputs.
+
+    Arguments include constants, which decide how an operator may be divided. Devices are left out:
+    a plan may be made without them. Arguments may depend on the rows and on the rank. Only the
+    first rank's graph can be compared.
+    """
+    lines = [
+        f"{_operator(node)} {_argument(node.args)} {_argument(node.kwargs)}"
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    ]
+    return _digest([operators_hash(graph), *lines])
+
+
+def operators_hash(graph: TrainingGraph) -> str:
+    """Hash of a graph's operators and inputs, independent of a rank and its number of rows.
 
     Node names stand for operators, since fx derives them from their targets.
     """
@@ -107,6 +125,32 @@ def graph_hash(graph: TrainingGraph) -> str:
                 for tensor, over in zip(elements(node), _rows(node), strict=True)
             ]
             lines.append(f"{role} {shapes}")
+    return _digest(lines)
+
+
+def _operator(node: fx.Node) -> str:
+    """Name of an operator or function, equal in all processes."""
+    target: Any = node.target
+    return str(target) if isinstance(target, OpOverload) else target.__name__
+
+
+def _argument(value: Any) -> str:
+    """Text of an argument that is equal in all processes; its class for other objects."""
+    match value:
+        case fx.Node():
+            return value.name
+        case tuple() | list():
+            return f"({', '.join(map(_argument, value))})"
+        case Mapping():
+            return f"{{{', '.join(f'{k}={_argument(v)}' for k, v in value.items())}}}"
+        case bool() | int() | float() | complex() | str() | slice() | None:
+            return repr(value)
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+    return type(value).__qualname__
+
+
+def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -36,14 +36,18 @@ from autopar.plan.layout import Layout
 from autopar.plan.partition import (
     NodeStrategies,
     Partition,
-    graph_hash,
     needs_planned_rows,
+    operators_hash,
     rescale_interleave,
     rows_of,
 )
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
-from autopar.runtime.agreement.consensus import assert_same_across_ranks, run_on_all_ranks
+from autopar.runtime.agreement.consensus import (
+    assert_same_across_ranks,
+    broadcast_from_rank0,
+    run_on_all_ranks,
+)
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
@@ -55,6 +59,9 @@ from autopar.runtime.rng import RandomStream
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
 """Finds strategies for a call that the plan does not cover, the same on every rank."""
 
+
+OWN_ERROR = "This is an error of autopar."
+SAME_CODE = "No operator of forward may depend on the rank, or on how many rows it has."
 
 MANY_SHAPES = 8
 """Shapes of calls beyond which a warning says how to have fewer."""
@@ -294,12 +301,12 @@ class ExecutionContext:
         partitions = {partition.axis: partition for partition in plan.partitions}
 
         def find_strategies(axis: str, graph: TrainingGraph) -> NodeStrategies:
-            if graph.partitioned:
-                assert_same_across_ranks(
-                    {f"graph before {axis}": graph_hash(graph)}, "This is an error of autopar."
-                )
             partition = partitions[axis]
-            op_strategies = partition.strategies_for(graph, rows)
+            # Rank 0's graph is the one that was planned; others have their own rows and offsets.
+            op_strategies = broadcast_from_rank0(lambda: partition.strategies_for(graph, rows))
+            if graph.partitioned or op_strategies is not None:
+                advice = OWN_ERROR if graph.partitioned else SAME_CODE
+                assert_same_across_ranks({f"graph before {axis}": operators_hash(graph)}, advice)
             if op_strategies is None:
                 op_strategies = self.make_strategies(graph, partition)
             if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):

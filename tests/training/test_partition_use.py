@@ -5,6 +5,7 @@ import statistics
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.driver.live import LivePlanner
 from autopar.ir.placement import Shard
 from autopar.verification.deviation import Verification
 from benchmarks.memory import ProfilerCounter
@@ -54,7 +56,10 @@ def follow(rank: int, world_size: int, path: str) -> None:
     """A plan that is read from disk, at 13 rows that are uneven over data-parallel ranks."""
     pair = Pair(one_block, strategy="auto", plan=autopar.Plan.load(path))
     assert pair.parallel.data_parallel_size == 2
-    train(pair, "gpt", [13, 8])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LivePlanner, "make_strategies", None)  # the plan has those of this call
+        train(pair, "gpt", [13])
+    train(pair, "gpt", [8])
     names = dict(pair.parallel.named_parameters())
     shards = names["blocks.0.attention.qkv.weight"].to_local().shape
     assert shards == (3 * 32 // 4, 32)
@@ -71,6 +76,46 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     plan = autopar.plan(one_block().double(), 4, example_inputs=inputs, strategy=strategy)
     plan.save(path)
     run(follow, 4, path=path, timeout=300)
+
+
+class Softmax(nn.Module):
+    """Softmax over one of two dims of equal size."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dim, self.before, self.after = dim, nn.Linear(512, 4096), nn.Linear(4096, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.before(x).view(-1, 64, 64).softmax(self.dim)
+        return self.after(weights.flatten(1)).square().mean()
+
+
+def follow_other_constant(rank: int, world_size: int, document: dict[str, Any]) -> None:
+    rows = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plan = autopar.Plan.from_dict(document)
+    pair = Pair(lambda: Softmax(2), strategy="auto", plan=plan)
+    for _ in range(2):
+        losses = [model(rows) for model in pair.models]
+        close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        pair.step()
+    pair.check_state()
+
+
+def test_a_plan_of_another_constant_is_not_followed_blindly() -> None:
+    """softmax(1) may be divided along dim 2, and softmax(2) may not."""
+    plan = autopar.plan(
+        Softmax(1).double(),
+        2,
+        example_inputs=(torch.randn(64, 512).double(),),
+        strategy=fixed(0, tp=2),
+        cluster=autopar.Cluster.default(2),
+    )
+    strategies = dict.fromkeys(text for own in plan.partitions for text, _ in own.strategies)
+    assert "S(2) -> S(2)" in strategies
+    run(follow_other_constant, 2, document=plan.to_dict(), timeout=300)
 
 
 def verified(rank: int, world_size: int) -> Verification:

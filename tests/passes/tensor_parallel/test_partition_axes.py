@@ -28,7 +28,7 @@ from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.registry import loops_of
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis, partition_in_order
-from autopar.plan.partition import NodeStrategies, by_node_name, graph_hash
+from autopar.plan.partition import NodeStrategies, by_node_name, operators_hash
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
@@ -56,7 +56,7 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
     for at in ranks:
         place = dict(zip(axes, at, strict=True))
         own = list(partition_in_order(axes, graph, place, lambda axis, _: first[axis]))
-        texts.add(str([(graph_hash(before), shapes(before.graph)) for _, before, _ in own]))
+        texts.add(str([(operators_hash(before), shapes(before.graph)) for _, before, _ in own]))
         passes = [PartitionAxis(axis, place[axis], found) for axis, _, found in own]
         programs.append(module_of(run_passes(graph, passes)))
     assert len(texts) == 1, "ranks of one axis are left with different programs"
