@@ -60,6 +60,9 @@ def wait(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 STARTS = (start_all_reduce, start_reduce_scatter, start_all_gather, start_all_to_all)
 
+FUNCTIONS = (operator.getitem, wait, *STARTS)
+"""All functions that graphs call besides operators of torch."""
+
 
 def _fakes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not all(isinstance(t, FakeTensor) for t in tensors):

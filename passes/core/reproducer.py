@@ -1,6 +1,8 @@
 """Reproducers: files with a graph and the passes that fail on it, written and read as JSON.
 
-Every value is text that `literals` reads, so that reading runs no code of a file.
+Every value is text that `literals` reads, so that reading runs no code of a file. Nodes call
+operators of torch and `FUNCTIONS` alone, and take no tensors but nodes. So a pass on a graph of a
+file runs operators on fake tensors only.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from autopar.common.notices import NumericsNote
 from autopar.errors import PassError
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
+from autopar.passes.core.collective_ops import FUNCTIONS
 from autopar.passes.core.literals import Constructors, constructors_in, field_types, read, write
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
@@ -38,8 +40,10 @@ FOLDER = "AUTOPAR_REPRODUCERS"
 _CACHES = ("cost_type",)
 """Keys of a node's meta that are computed again where they are missing."""
 
-_MODULES = ("autopar.", "_operator")
-"""Beginnings of the modules whose functions a node may call, besides operators of torch."""
+_FUNCTIONS = {f"{f.__module__}:{f.__qualname__}": f for f in FUNCTIONS}
+
+_REFUSED = (torch.ops.aten.from_file.default,)
+"""Operators that act on the machine without any tensor: these open or make a file."""
 
 _CONSTRUCTORS: Constructors = {
     **constructors_in([*field_types(TrainingGraph), Partial, Replicate, Shard, Varying]),
@@ -114,18 +118,15 @@ def load(path: str | Path) -> Reproducer:
 def _load_graph(records: list[dict[str, str]], graph_fields: Mapping[str, str]) -> TrainingGraph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
-    constructors: Constructors = {
-        **_CONSTRUCTORS,
-        "Node": nodes.__getitem__,
-        "FakeTensor": partial(_fake_tensor, mode),
-        "Constant": _constant,
-    }
+    arguments: Constructors = {**_CONSTRUCTORS, "Node": nodes.__getitem__}
+    described: Constructors = {**arguments, "FakeTensor": partial(_fake_tensor, mode)}
+    constructors: Constructors = {**described, "Constant": _constant}
     for record in records:
         op, name, target = record["op"], record["name"], record["target"]
-        args, kwargs = (read(record[key], constructors) for key in ("args", "kwargs"))
+        args, kwargs = (read(record[key], arguments) for key in ("args", "kwargs"))
         called = _function(target) if op == "call_function" else target
         nodes[name] = graph.create_node(op, called, args, kwargs, name)
-        nodes[name].meta = read(record["meta"], constructors)
+        nodes[name].meta = read(record["meta"], described)
     values = {name: read(text, constructors) for name, text in graph_fields.items()}
     return TrainingGraph(graph, **values)
 
@@ -146,18 +147,21 @@ def _node_record(node: fx.Node) -> dict[str, str]:
 
 def _function(name: str) -> Callable[..., Any]:
     """The function or operator of a node; raises PassError for one that no graph calls."""
-    module, separator, attribute = name.partition(":")
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    if name.count(".") != 2 or ":" in name:
+        known = ", ".join(_FUNCTIONS)
+        raise PassError(f"{name} is no operator of torch, and none of the functions {known}")
+    namespace, operator, overload = name.split(".")
     try:
-        if not separator:
-            namespace, operator, overload = name.split(".")
-            return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-        if module.startswith(_MODULES):
-            return getattr(import_module(module), attribute)
-    except (ValueError, AttributeError, ImportError) as failure:
+        found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    except (AttributeError, RuntimeError) as failure:
         raise PassError(
             f"cannot find {name}: {failure}; import the module that defines it"
         ) from failure
-    raise PassError(f"{name} is no operator that graphs call")
+    if not isinstance(found, OpOverload) or found in _REFUSED:
+        raise PassError(f"{name} is no operator that graphs call")
+    return found
 
 
 def _written(value: Any) -> str:

@@ -74,12 +74,35 @@ def test_a_file_that_is_no_reproducer(tmp_path: Path, capsys: pytest.CaptureFixt
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["os:system", "subprocess:run", "aten.nothing.default"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os:system",
+        "autopar.commands.script:launch",
+        "autopar.passes.core.collective_ops:is_name",
+        "_operator:call",
+        "aten.nothing.default",
+        "aten.mm.__call__",
+        "aten.from_file.default",
+        "load_library.__call__.__call__",
+    ],
+)
 def test_a_node_that_calls_what_no_graph_does(target: str) -> None:
     path = save(Reproducer(two_layers().graph(0), PassPipeline()))
     text = path.read_text()
     path.write_text(text.replace('"aten.mm.default"', json.dumps(target)))
-    with pytest.raises(PassError, match=r"cannot find aten\.nothing|is no operator that graphs"):
+    with pytest.raises(PassError, match=f"{re.escape(target)}.* is no operator|cannot find"):
+        load(path)
+
+
+def test_a_node_that_takes_a_tensor() -> None:
+    """Operators run at once on tensors that are not fake."""
+    path = save(Reproducer(two_layers().graph(0), PassPipeline()))
+    document = json.loads(path.read_text())
+    (made, *_) = [node for node in document["nodes"] if node["op"] == "call_function"]
+    made["args"] = "(Constant('AAAAAA==', (1,), torch.float32, device('cpu')),)"
+    path.write_text(json.dumps(document))
+    with pytest.raises(PassError, match="Constant is unknown"):
         load(path)
 
 
