@@ -75,6 +75,8 @@ class AttentionSpeed:
 
     def seconds(self, node: fx.Node, flops: float) -> float:
         """Seconds of an attention node of `flops` floating-point operations, causal or whole."""
+        if not flops:
+            return 0.0  # without tokens there is no rate
         backward = "backward" in str(node.target)
         query = tensors(node.args[1 if backward else 0])[0]  # type: ignore[arg-type]
         length, head = query.shape[-2], query.shape[-1]

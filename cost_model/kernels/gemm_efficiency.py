@@ -149,14 +149,15 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def product_of(node: fx.Node) -> Shape | None:
-    """The shape of a matrix product; None for other nodes."""
+    """The shape of a matrix product; None for other nodes, and for products without any work."""
     packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     plain, added = ("mm", "bmm", "_scaled_mm"), ("addmm", "baddbmm")
     operands = {**dict.fromkeys(plain, (0, 1)), **dict.fromkeys(added, (1, 2))}.get(packet)
     if operands is None:
         return None
     left, right = (tensors(node.args[index])[0].shape for index in operands)  # type: ignore[arg-type]
-    return Shape(math.prod(left[:-2]), left[-2], left[-1], right[-1])
+    shape = Shape(math.prod(left[:-2]), left[-2], left[-1], right[-1])
+    return shape if shape.batch * shape.rows * shape.inner * shape.columns else None
 
 
 def multiplied_bytes(node: fx.Node) -> int:

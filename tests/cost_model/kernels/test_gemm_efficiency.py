@@ -65,3 +65,11 @@ def test_float8_is_priced_at_its_own_rate() -> None:
     assert product_of(product) == shape
     taken = [line.seconds(flops_of(product), 0, n, shape) - line.launch_s for n in (1, 2)]
     assert taken[1] == pytest.approx(2 * taken[0], rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(0, 4, 4), (4, 0, 4), (4, 4, 0)])
+def test_a_product_without_elements_takes_a_launch(rows: int, inner: int, columns: int) -> None:
+    line, g = Roofline.default(H100, 1), Sketch()
+    left, right = g.take(Input(0), rows, inner), g.take(Input(1), inner, columns)
+    product = g.call(aten.mm.default, left, right)
+    assert line.seconds(flops_of(product), 0, 4, product_of(product)) == line.launch_s
