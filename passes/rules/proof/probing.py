@@ -2,8 +2,12 @@
 
 A hypothesis is a loop over one dim of each result and a dim of the same size, or none, of each
 operand. The oracle runs the operator on shards of small random tensors; a hypothesis that is
-correct for 2 and for 3 ranks is a loop with equal chunks. Loops are cached on disk. Operators that
-draw random numbers, write to operands, have data-dependent shapes or read opaque bytes stay whole.
+correct for 2 and for 3 ranks is a loop with equal chunks. Operators that draw random numbers, write
+to operands, have data-dependent shapes or read opaque bytes stay whole.
+
+Loops of torch's own operators are cached on disk, by the version of torch. Other operators may
+compute something else in the next process under the same name, and nothing public tells their
+kernels. Their loops are cached in this process only.
 
 Operators run on the model's device, or else on another one that is here. Those with a kernel for
 none of them stay whole, too, with a warning.
@@ -32,7 +36,10 @@ RANKS = (2, 3)
 LARGEST = 1 << 16
 """Largest number of elements of a tensor to probe."""
 
-_FACTS = {"torch": torch.__version__, "schema": "5"}
+OWN = ("aten", "prims")
+"""Namespaces of torch's own operators."""
+
+_FACTS = {"torch": torch.__version__, "commit": torch.version.git_version, "schema": "6"}
 _MAX_HYPOTHESES = 200  # for each dim of the result
 _UNFIT = (
     torch.Tag.nondeterministic_seeded,
@@ -50,22 +57,28 @@ def probe_loops(operator: Operator) -> list[Loop]:
         return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
 
     arguments = pytree.tree_map(text, (operator.args, operator.kwargs))
-    facts = {"operator": str((str(operator.target), arguments)), **_FACTS}
+    named = str((str(operator.target), str(operator.target._schema), arguments))
+    facts, is_own = {"operator": named, **_FACTS}, operator.target.namespace in OWN
     if digest(facts) in _REFUSED:
         return []
     errors: dict[str, str] = {}
     for device in _devices(operator):
         known = facts if device == "cpu" else {**facts, "device": device}
+        key = operator.target, digest(known)
         path = cache_directory() / "probes" / f"{digest(known)}.json"
-        loops = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
+        loops = _FOUND.get(key)
+        if loops is None and is_own:
+            loops = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
         if loops is None:
             loops, error = _probe(operator, device)
-            custom = operator.target.namespace not in ("aten", "prims")
-            if custom and error is not None:  # perhaps a later process has a device that runs it
+            if not is_own and error is not None:  # perhaps another device runs it
                 errors[device] = f"on {device}: {type(error).__name__}: {str(error)[:200]}"
                 continue
-            write_json(path, [asdict(loop) for loop in loops])
-        return loops
+            if is_own:
+                write_json(path, [asdict(loop) for loop in loops])
+            else:
+                _FOUND[key] = loops
+        return [*loops]
     _REFUSED.add(digest(facts))
     warn_once(
         MeasurementWarning,
@@ -75,6 +88,9 @@ def probe_loops(operator: Operator) -> list[Loop]:
     )
     return []
 
+
+_FOUND: dict[tuple[OpOverload, str], list[Loop]] = {}
+"""Loops found in this process, by operator and digest, of operators that are not torch's own."""
 
 _REFUSED: set[str] = set()
 """Digests of the operators that run on no device of this process."""

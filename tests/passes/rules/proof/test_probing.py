@@ -27,6 +27,7 @@ aten = torch.ops.aten
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory for this test."""
     probing._REFUSED.clear()
+    probing._FOUND.clear()
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     return tmp_path
 
@@ -70,6 +71,25 @@ def test_loops_are_cached_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(probing, "is_correct", lambda *_: pytest.fail("the operator ran again"))
     assert probing.probe_loops(operator) == first
     assert len(list(shelf.glob("probes/*.json"))) == 1
+
+
+def test_a_custom_operator_that_changed_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kernel is that of a later process."""
+    dims = []
+    for kernel in (lambda x: x * 2, lambda x: x - x.mean(0, keepdim=True)):
+        library = torch.library.Library("autopar_changed", "FRAGMENT")
+        library.define("centre(Tensor x) -> Tensor")
+        library.impl("centre", kernel, "CPU")
+        library.impl("centre", torch.empty_like, "Meta")
+        operator = called(torch.ops.autopar_changed.centre.default, torch.rand(6, 6))
+        first = probing.probe_loops(operator)
+        with monkeypatch.context() as patch:
+            patch.setattr(probing, "is_correct", lambda *_: pytest.fail("the operator ran again"))
+            assert probing.probe_loops(operator) == first
+        dims.append([loop.operands for loop in first])
+        probing._FOUND.clear()
+        library._destroy()
+    assert dims == [[(DimAccess(0),), (DimAccess(1),)], [(DimAccess(1),)]]
 
 
 def test_note_for_replicated_operators() -> None:
@@ -149,7 +169,7 @@ def test_a_model_with_an_operator_of_a_gpu_is_planned(gpu_operator: object) -> N
 
 
 def test_operators_are_probed_on_the_device_of_the_model(
-    gpu_operator: object, shelf: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_operator: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in: what is sent to "cuda" stays where it is, and its kernel runs."""
     FakeCuda(monkeypatch)
@@ -170,7 +190,6 @@ def test_operators_are_probed_on_the_device_of_the_model(
     loops = probing.probe_loops(fake_called(gpu_operator, (8, 4)))
     assert [loop.operands for loop in loops] == [(DimAccess(0),), (DimAccess(1),)]
     assert "cuda" in devices
-    assert len(list(shelf.glob("probes/*"))) == 1
 
 
 def test_integers_that_may_be_indices_do_not_reach_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
