@@ -15,8 +15,8 @@ from autopar.common.notices import NumericsNote, warn_of_notes
 from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
-from autopar.runtime.context import ExecutionContext
 from autopar.runtime.border.first_derivative import differentiable_once
+from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 

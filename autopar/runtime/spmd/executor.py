@@ -13,10 +13,10 @@ from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_notes
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
-from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
