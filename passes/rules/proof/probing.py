@@ -3,7 +3,7 @@
 A hypothesis is a loop over one dim of each result and a dim of the same size, or none, of each
 operand. The oracle runs the operator on shards of small random tensors; a hypothesis that is
 correct for 2 and for 3 ranks is a loop with equal chunks. Operators that draw random numbers, write
-to operands, have data-dependent shapes or read opaque bytes stay whole.
+to operands, have data-dependent shapes, or take integers for places or bytes, stay whole.
 
 Loops of torch's own operators are cached on disk, by the version of torch. Other operators may
 compute something else in the next process under the same name, and nothing public tells their
@@ -38,6 +38,8 @@ LARGEST = 1 << 16
 
 OWN = ("aten", "prims")
 """Namespaces of torch's own operators."""
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _FACTS = {"torch": torch.__version__, "commit": torch.version.git_version, "schema": "6"}
 _MAX_HYPOTHESES = 200  # for each dim of the result
@@ -116,8 +118,10 @@ def can_be_probed(operator: Operator) -> bool:
         return False
     if any(tag in target.tags for tag in _UNFIT) or not operator.operands:
         return False
-    has_bytes = any(t.dtype == torch.uint8 for t in operator.operands)
-    if has_bytes and not takes_any(target, operator.operands):
+    # Compiled kernels take integers for places unchecked, and may write outside of their results.
+    unsafe = _INTEGERS if target.namespace in OWN else (torch.uint8,)
+    has_unsafe = any(t.dtype in unsafe for t in operator.operands)
+    if has_unsafe and not takes_any(target, operator.operands):
         return False
     return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in operator.results)
 

@@ -125,6 +125,14 @@ def test_opaque_workspaces_are_not_probed() -> None:
     assert probing.can_be_probed(called(aten.cumsum.default, workspace, 0))
 
 
+def test_places_are_not_probed() -> None:
+    """Backwards of pooling write to any place that they are given."""
+    x = torch.rand(2, 3, 6, 6, 6)
+    out, places = aten.adaptive_max_pool3d(x, (2, 2, 2))
+    backward = aten.adaptive_max_pool3d_backward.default
+    assert not probing.can_be_probed(called(backward, torch.ones_like(out), x, places))
+
+
 @pytest.fixture(scope="module")
 def gpu_operator() -> Iterator[object]:
     """An operator with a kernel for GPUs and a fake one, and none for CPUs."""
