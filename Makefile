@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help train check test lint bench docs docs-check clean
+.PHONY: help train check test test-all lint bench docs docs-check clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -32,8 +32,11 @@ train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or t
 check: lint ## Check style, types and imports, run the quick tests of one process
 	$(PYTEST) -m "not processes and not slow"
 
-test: lint ## Check style, types and imports, run the whole test suite
-	$(PYTEST)
+test: lint ## The same with tests of several ranks, in ten minutes
+	$(PYTEST) -m "not slow"
+
+test-all: test ## The same, and then the slow tests: the whole suite
+	$(PYTEST) -m slow
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .

@@ -89,6 +89,7 @@ def test_a_plan_from_a_file_is_followed(tmp_path: Path) -> None:
     run(follow, 2, path=str(tmp_path / "plan.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"zero": 3}, {"tp": 2}], ids=str)
 def test_a_plan_by_arithmetic_is_followed(tmp_path: Path, more: dict[str, Any]) -> None:
     """It has sizes of buckets, and placements of parameters, and leaves the rest to the ranks."""
@@ -113,6 +114,7 @@ def plan_early(rank: int, world_size: int) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_example_inputs_may_be_given_in_any_form() -> None:
     for answer in run(plan_early, 2):
         stages = [dict(json.loads(text)["zero_stages"]) for text in answer]

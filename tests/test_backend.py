@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ print(model(torch.ones(1, 2)).shape)
 """
 
 
+@pytest.mark.slow
 def test_resolves_without_an_import() -> None:
     done = subprocess.run([sys.executable, "-c", RESOLVES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

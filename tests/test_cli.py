@@ -140,6 +140,7 @@ def test_a_script_without_make_is_refused(
     assert "has no make()" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_fits(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", str(make), "--world-size", "2", "--strategy", "zero3", "--memory"]
     assert main([*plan, "100"]) == 2
@@ -148,6 +149,7 @@ def test_nothing_fits(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing fits under 102 B per rank" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "seen"), [(["--", "--steps", "3"], "['--steps', '3']"), (["--"], "[]")]
 )
@@ -160,6 +162,7 @@ def test_run_launches_ranks(tmp_path: Path, rest: list[str], seen: str) -> None:
     assert all(f"rank {rank} of 2 {seen}" in done.stdout for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_run_fails_if_a_rank_does(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

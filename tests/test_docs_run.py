@@ -9,6 +9,7 @@ from tests.docs_blocks import DOCUMENTS, blocks, run_here
 RUNNABLE = [path for path in DOCUMENTS if any(block.kind == "run" for block in blocks(path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", RUNNABLE, ids=lambda path: path.name)
 def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

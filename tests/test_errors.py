@@ -55,6 +55,7 @@ def call(rank: int, world_size: int, rows: list[int], seeds: list[int], **option
     model(x).backward()
 
 
+@pytest.mark.slow
 def test_too_few_rows() -> None:
     answers = run(call, 3, rows=[2, 2, 2], seeds=[0, 0, 0], expect_errors=True)
     all_raise(answers, autopar.BatchError, "2 rows", "3 ranks", "drop_last=True")
@@ -134,6 +135,7 @@ def train_without_overlap(rank: int, world_size: int) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_training_without_a_pass() -> None:
     for rank, passes in enumerate(run(train_without_overlap, 2)):
         assert passes.startswith(f"passes of rank {rank} under plan zero3")
@@ -230,6 +232,7 @@ def squeeze(rank: int, world_size: int) -> None:
     autopar.compile(case.make(), memory="1KiB", example_inputs=inputs, strategy=fixed(3))
 
 
+@pytest.mark.slow
 def test_a_cap_that_nothing_fits_is_said_on_every_rank() -> None:
     answers = run(squeeze, 2, expect_errors=True)
     all_raise(
@@ -256,6 +259,7 @@ def the_others_stop(fn: Callable[..., None]) -> None:
     assert time.monotonic() - begin < 60  # not a matter of speed: nothing waits for ever
 
 
+@pytest.mark.slow
 def test_the_others_stop_when_one_dies() -> None:
     the_others_stop(die)
 

@@ -112,6 +112,7 @@ def test_every_example_says_how_to_run_it():
         assert f"examples/{path.name}" in path.read_text().split('"""')[1], path
 
 
+@pytest.mark.slow
 def test_a_ddp_script_and_its_conversion_print_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     """README has their difference and their output."""
     printed = []

@@ -109,6 +109,7 @@ print(json.dumps({n: getattr(m, "__file__", None) for n, m in list(sys.modules.i
 """
 
 
+@pytest.mark.slow
 def test_no_module_is_imported_twice() -> None:
     names = sorted(source.name for source in SOURCES if not source.name.endswith("__main__"))
     command = [sys.executable, "-c", IMPORT_ALL, *names]

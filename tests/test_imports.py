@@ -30,6 +30,7 @@ def test_the_package_loads_nothing_heavy() -> None:
     assert not heavy & loaded_by("import autopar")
 
 
+@pytest.mark.slow
 def test_public_names_load_no_tracer_and_no_solver() -> None:
     assert not {*LATE} & loaded_by("from autopar import *\nimport autopar.cli")
 

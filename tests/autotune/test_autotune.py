@@ -40,6 +40,7 @@ def train(rank: int, world_size: int, early: bool) -> Any:
     return Reference(losses, whole_state(model)), model.plan, same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False], ids=["example inputs", "first call"])
 def test_what_is_taken_trains_as_on_one_device(early: bool) -> None:
     want = plain("gpt", f64, ROWS, STEPS)

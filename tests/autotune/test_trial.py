@@ -65,6 +65,7 @@ def filled(rank: int, world_size: int, inside: str, where: str, at: int) -> Any:
 STEP = "autopar.autotune.race:_Runner.step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inside", "where", "at"),
     [
@@ -119,6 +120,7 @@ def tried(rank: int, world_size: int) -> Any:
     return results, made, len(alive), model.plan.notes
 
 
+@pytest.mark.slow
 def test_groups_of_a_trial_are_shared_and_destroyed_and_meshes_are_made_anew() -> None:
     want = plain("gpt", f64, ROWS, STEPS)
     for results, made, left, notes in run(tried, 2):

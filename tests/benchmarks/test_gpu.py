@@ -13,6 +13,7 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.verdict import judge
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name", ["nccl", "ranks", "offload", "offload-order", "steps", "operators"]
@@ -26,6 +27,7 @@ def test_a_dry_run_fills_the_file(name: str, tmp_path: Path) -> None:
     assert len(document["parts"][name]["rows"]) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_part_that_dies_or_hangs_is_told() -> None:
     kept: list[dict[str, Any]] = []
@@ -36,6 +38,7 @@ def test_a_part_that_dies_or_hangs_is_told() -> None:
     assert kept[-1]["rows"] == []
 
 
+@pytest.mark.slow
 def test_resuming_keeps_the_parts_that_ended(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert main(["--dry-run", "--part", "rates", "--minutes", "0", "--json", str(path)]) == 0

@@ -32,6 +32,7 @@ def plan_of(sizes: Sizes, tp: int, pp: int, recompute: str, *, sequence: bool = 
     )
 
 
+@pytest.mark.slow
 def test_equal_stages_cost_the_same_as_when_evaluated_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -47,6 +48,7 @@ def without_programs(plan: Plan) -> Plan:
     return replace(plan, prediction=replace(plan.prediction, report_data=report_data))
 
 
+@pytest.mark.slow
 def test_fsdp_runs_gather_in_bfloat16_and_reduce_in_float32(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(
@@ -70,6 +72,7 @@ def shrunk(run: Run, layers: int, groups: int) -> Run:
     return replace(run, llama=Size(512, 1792, layers, 4, groups, 256), sizes=sizes)
 
 
+@pytest.mark.slow
 def test_torchtitan_recomputes_every_other_product(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(
@@ -90,6 +93,7 @@ def test_torchtitan_recomputes_every_other_product(tmp_path: Path) -> None:
     assert run.held_bytes == 2 * 8192 * (4 * 128256 + 2 * 4096 * 32)
 
 
+@pytest.mark.slow
 def test_fms_runs_shard_within_a_node_and_have_their_own_network(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(

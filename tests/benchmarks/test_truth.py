@@ -29,6 +29,7 @@ def _own_workers() -> Iterator[None]:
     worlds.close()
 
 
+@pytest.mark.slow
 def test_no_model_silently_differs() -> None:
     """Models of a seed under ddp and zero3; the seed repeats it by hand."""
     seed = random.SystemRandom().randrange(1 << 20)

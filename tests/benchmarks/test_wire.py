@@ -43,6 +43,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_nodes_send_the_bytes_of_the_cost_model(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SEND.format(SIZES=SIZES)]
     try:

@@ -151,6 +151,7 @@ class Normed(nn.Module):
         return self.norm(self.linear(x)).pow(4).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Selecting, Normed, Decorrelating])
 def test_they_train_exactly(make: type[nn.Module]) -> None:
     run(train, 2, make=make)

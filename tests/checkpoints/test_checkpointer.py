@@ -119,6 +119,7 @@ def go_on(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, T
     return whole_state(model)
 
 
+@pytest.mark.slow
 def test_any_plan_loads_a_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run(save_zero3, 2, folder=folder)
@@ -359,6 +360,7 @@ def told_to_stop(rank: int, world_size: int, folder: str) -> None:
     assert checkpointer.step == 5
 
 
+@pytest.mark.slow
 def test_all_ranks_save_and_leave_together_on_sigterm(tmp_path: Path) -> None:
     run_isolated(told_to_stop, 2, folder=str(tmp_path))
     assert names(tmp_path) == ["step-5"]

@@ -17,6 +17,7 @@ from autopar.cost_model.group_shape import GroupShape
 QUICK = ["--budget", "0.2", "--sizes", "1KiB", "--no-cache"]
 
 
+@pytest.mark.slow
 def test_ranks_of_this_machine_are_launched_and_measured(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     command = [sys.executable, "-m", "autopar", "measure", "--nproc", "2", *QUICK]

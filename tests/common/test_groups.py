@@ -4,6 +4,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroupGloo
@@ -55,6 +56,7 @@ def planned(rank: int, world_size: int) -> Any:
         return plans[0].digest(), str(error)
 
 
+@pytest.mark.slow
 def test_planning_needs_no_cpu_backend_of_the_default_group() -> None:
     first, second = run(planned, 2, init=False)
     assert first == second

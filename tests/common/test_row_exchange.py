@@ -33,6 +33,7 @@ def exchanged(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_arrive_in_the_order_of_ranks_on_every_way() -> None:
     tables = [ROWS, ROWS]
     assert run(exchanged, 3) == [[(True, tables), (False, tables), (False, tables)]] * 3
@@ -75,6 +76,7 @@ def after_a_death(rank: int, world_size: int) -> tuple[str, bool]:
     return str(caught.value), time.monotonic() - begun < 30.0
 
 
+@pytest.mark.slow
 def test_ranks_fail_at_once_where_a_peer_has_died() -> None:
     message, soon = run_isolated(after_a_death, 3, expect_errors=True)[0]
     assert "no row came from rank 1" in message
@@ -102,6 +104,7 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_rank_closes_its_sockets() -> None:
     for message in run_isolated(interrupted, 2):
         assert "no row came from rank" in message

@@ -30,6 +30,7 @@ def planned(lossy: Any, **options: Any) -> autopar.Plan:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_planner_takes_the_cheapest_allowed_local_steps() -> None:
     together = planned(["bf16"])
     assert together.local_steps is None
@@ -84,5 +85,6 @@ def trained(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_permission_is_enough_to_compile() -> None:
     run(compiled, 2)

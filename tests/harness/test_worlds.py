@@ -123,12 +123,14 @@ def test_a_function_may_make_the_group() -> None:
     assert run(init_by_itself, 2, init=False) == [2, 2]
 
 
+@pytest.mark.slow
 def test_meshes_do_not_outlive_their_groups() -> None:
     for other_groups in (0, 2):
         for gathered in run(gather_over_mesh, 2, other_groups=other_groups):
             assert gathered.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
+@pytest.mark.slow
 def test_a_dead_rank_fails_the_run_and_the_pool_recovers() -> None:
     with pytest.raises(RankError, match="exit code -9") as caught:
         run(die, 2, victim=1, expect_errors=True)
@@ -136,6 +138,7 @@ def test_a_dead_rank_fails_the_run_and_the_pool_recovers() -> None:
     assert [value.item() for _, value in run(sum_of_ranks, 2)] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_long_run_is_stopped_and_shows_where_it_was() -> None:
     with pytest.raises(RankError, match="still busy") as caught:
         run(sleep_long, 2, timeout=5.0)
@@ -143,6 +146,7 @@ def test_a_long_run_is_stopped_and_shows_where_it_was() -> None:
     assert "in sleep_long" in caught.value.errors[0]
 
 
+@pytest.mark.slow
 def test_isolated_ranks_may_die() -> None:
     answers = run_isolated(die, 2, victim=0, expect_errors=True)
     assert answers == [("Died", "exit code -9"), "alive"]

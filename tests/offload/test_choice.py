@@ -74,6 +74,7 @@ def train_like_plain(rank: int, world_size: int, plan: autopar.Plan) -> None:
     assert worst_error(model.full_state_dict(), plain.state_dict())[0] <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_leave_where_nothing_else_fits(ranks: int, tmp_path: Path) -> None:
     without, least = needed(ranks, tmp_path), needed(ranks, tmp_path, offload="parameters")

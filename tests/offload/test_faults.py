@@ -32,6 +32,7 @@ def with_little_room(rank: int, world_size: int, folder: str, offload: str) -> N
     trained("gpt", away(folder, zero=3, offload=offload), make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["activations", "parameters", "states"])
 def test_a_file_that_cannot_grow_on_one_rank(offload: str, tmp_path: Path) -> None:
     answers = run_isolated(
@@ -51,6 +52,7 @@ def killed_in_the_middle(rank: int, world_size: int, folder: str) -> None:
     loss.backward()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     answers = run_isolated(killed_in_the_middle, 2, expect_errors=True, folder=str(tmp_path))
     assert answers[1] == Raised("Died", "exit code -9")
@@ -66,6 +68,7 @@ print(trained("gpt", away(sys.argv[1], offload="activations+parameters"))[0])
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_share_a_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", JOB, str(tmp_path)]
     jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_the_plain_models_numbers(case: tuple[str, str, str]) -> None:
     row = exactness.measure(*case, None)

@@ -167,6 +167,7 @@ def train_and_move(rank: int, world_size: int, name: str, folder: str) -> None:
         close(model.full_state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_plan_and_back_to_memory(name: str, tmp_path: Path) -> None:
     run(train_and_move, 2, name=name, folder=str(tmp_path))

@@ -71,6 +71,7 @@ PLANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plain_models_numbers(name: str, tmp_path: Path) -> None:
     run(train_like_plain, 2, folder=str(tmp_path), options=PLANS[name])
@@ -82,6 +83,7 @@ def test_bit_for_bit_on_one_rank(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
+@pytest.mark.slow
 def test_inductor_sees_reads_as_new_memory(tmp_path: Path) -> None:
     train = partial(trained, "gpt", backend="inductor")
     assert_same_bits(train, fixed(0), away(tmp_path))

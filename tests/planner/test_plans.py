@@ -159,6 +159,7 @@ def test_fixed_fields_stay_fixed() -> None:
     assert {level for _, level in plan.recompute} == {"full"}
 
 
+@pytest.mark.slow
 def test_a_budget_of_kept_activations_is_written_into_the_plan() -> None:
     model, inputs = graph_model()
     strategy = autopar.Strategy(zero=0, activation_bytes=10_000)

@@ -35,6 +35,7 @@ def _train(rank: int, world_size: int, *, folder: str) -> int:
     return len(list(Path(folder).glob("rank*.json")))
 
 
+@pytest.mark.slow
 def test_every_rank_records_a_step_and_predicts_it(tmp_path):
     environment = {"AUTOPAR_PROFILE": str(tmp_path), "AUTOPAR_PROFILE_STEPS": str(STEPS)}
     environment["AUTOPAR_CACHE"] = str(tmp_path / "cache")

@@ -99,6 +99,7 @@ def replace_gradients(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 def test_gradients_that_a_script_replaces_are_added_to() -> None:
     run(replace_gradients, 2)
 

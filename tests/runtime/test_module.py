@@ -229,6 +229,7 @@ def use_channels_last(rank: int, world_size: int) -> None:
         pair.check_state()
 
 
+@pytest.mark.slow
 def test_channels_last() -> None:
     run(use_channels_last, 2)
 

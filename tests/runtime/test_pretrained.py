@@ -130,6 +130,7 @@ def folder(tmp_path: Path) -> Path:
     return save_sharded(trained().state_dict(), tmp_path)
 
 
+@pytest.mark.slow
 def test_shards_are_filled_from_a_sharded_checkpoint(folder: Path) -> None:
     strategies = [fixed(3), fixed(0, tp=2), fixed(0, pp=2)]
     setups = [{"strategy": strategy, "example_inputs": INPUTS} for strategy in strategies]
@@ -137,6 +138,7 @@ def test_shards_are_filled_from_a_sharded_checkpoint(folder: Path) -> None:
     run(load, 2, folder=folder, setups=[*setups, *late])
 
 
+@pytest.mark.slow
 def test_nested_shards_are_filled(folder: Path) -> None:
     """Two axes shard one dim, and the fused projections lie in interleaved shards."""
     run(load, 4, folder=folder, setups=[{"strategy": fixed(3, tp=2), "example_inputs": INPUTS}])

@@ -70,6 +70,7 @@ def draws_around_planning(rank: int, world_size: int, options: dict[str, Any]) -
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -36,6 +36,7 @@ def x_of(rows: int, length: int) -> Tensor:
     return torch.randn(rows, length, 6, generator=torch.Generator().manual_seed(rows * length))
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_program_goes_and_its_memory_too() -> None:
     model = autopar.compile(Net(), strategy="ddp", max_programs=2)
     model(x_of(2, 3)).backward()
@@ -162,6 +163,7 @@ def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
     return ids[:, :length], targets[:, :length]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [fixed(3), fixed(0, tp=2), fixed(0, pp=2, micro_batches=2)],

@@ -68,6 +68,7 @@ def deviation(rank: int, world_size: int, *, strategy: str) -> float:
     return max(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_divided_rows_are_exact(strategy: str) -> None:
     assert max(run(deviation, 3, strategy=strategy)) < 1e-9

@@ -82,6 +82,7 @@ def every_method(rank: int, world_size: int) -> None:
         assert train(again, other, 6) == losses[6:], method
 
 
+@pytest.mark.slow
 def test_every_method_trains_and_resumes() -> None:
     run(every_method, 2)
 
@@ -95,6 +96,7 @@ def through_inductor(rank: int, world_size: int) -> None:
     assert train(model, optimizer, 3) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compression_through_inductor() -> None:
     run(through_inductor, 2)
 

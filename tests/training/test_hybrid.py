@@ -1,5 +1,6 @@
 """Levels of the data's axis on real ranks: collectives by level, and ZeRO over neighbours only."""
 
+import pytest
 import torch
 
 import autopar
@@ -53,5 +54,6 @@ def hybrid(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 def test_shards_have_copies() -> None:
     run(hybrid, 4)

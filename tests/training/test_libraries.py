@@ -67,6 +67,7 @@ def adapt(rank: int, world_size: int, folder: str) -> None:
         close(loaded(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss)
 
 
+@pytest.mark.slow
 def test_lora_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run(adapt, 2, folder=str(tmp_path))

@@ -53,6 +53,7 @@ def autocast(rank: int, world_size: int) -> None:
     assert "bfloat16" in text
 
 
+@pytest.mark.slow
 def test_bfloat16_by_autocast() -> None:
     run(autocast, 2)
 
@@ -69,6 +70,7 @@ def reduced_in_bf16(rank: int, world_size: int) -> None:
         pair.check_gradients(2**-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_in_bfloat16() -> None:
     run(reduced_in_bf16, 4)
 
@@ -199,6 +201,7 @@ def repeat(rank: int, world_size: int) -> None:
     assert lose(model, range(3, 6)) == following
 
 
+@pytest.mark.slow
 def test_dropout_repeats_from_a_seed_and_from_a_saved_state() -> None:
     run(repeat, 2)
 
@@ -227,6 +230,7 @@ def compile_with_inductor(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_inductor() -> None:
     run(compile_with_inductor, 2, timeout=400)

@@ -176,6 +176,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_optimizers_step_as_on_one_device(name: str) -> None:
     run(compare, 2, name=name, strategy=STRATEGIES[name])

@@ -269,6 +269,7 @@ def keep_rows(rank: int, world_size: int) -> None:
     assert m.aux.shape == (6, 4)
 
 
+@pytest.mark.slow
 def test_attributes_get_the_rows_of_all_ranks() -> None:
     run(keep_rows, 2)
 

@@ -43,6 +43,7 @@ def _measure_twice(rank: int, world_size: int) -> tuple:
         kept.FACTOR = factor
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_same_cluster_and_keep_it(tmp_path):
     answers = run(_measure_twice, 2, env={"AUTOPAR_CACHE": str(tmp_path)})
     (first, holds, files), (second, *_) = answers
@@ -74,6 +75,7 @@ def _spoil_what_is_kept(rank: int, world_size: int) -> tuple:
     return again.seconds("all_reduce", 1024, PAIR).seconds, [str(w.message) for w in said]
 
 
+@pytest.mark.slow
 def test_a_kept_measurement_that_no_longer_holds_is_replaced_and_said_so(tmp_path):
     first, second = run(_spoil_what_is_kept, 2, env={"AUTOPAR_CACHE": str(tmp_path)})
     assert first[0] < 1
@@ -92,6 +94,7 @@ def _measure_parts(rank: int, world_size: int) -> list:
     return [{(k.collective, k.shape, k.dtype) for k in cluster.curves} for cluster in made]
 
 
+@pytest.mark.slow
 def test_every_shape_is_measured_and_a_group_by_itself(tmp_path):
     answers = run(_measure_parts, 4, env={"AUTOPAR_CACHE": str(tmp_path)})
     shapes = [PAIR, GroupShape(2, 2, groups=2), GroupShape(4, 4)]
@@ -108,6 +111,7 @@ def _measure_nodes(rank: int, world_size: int) -> int:
         return measure(collectives=("all_reduce",), **settings).ranks_per_node
 
 
+@pytest.mark.slow
 def test_machines_decide_the_nodes_whatever_their_hosts_are_called():
     assert run(_measure_nodes, 4) == [2] * 4
 
@@ -197,6 +201,7 @@ def _die_while_measuring(rank: int, world_size: int) -> None:
     measure(sizes=SIZES, budget_s=30.0, cache=False)
 
 
+@pytest.mark.slow
 def test_when_a_rank_dies_the_others_say_what_they_were_doing():
     answers = run_isolated(_die_while_measuring, 3, init=False, timeout=60, expect_errors=True)
     assert answers[1].type == "Died"

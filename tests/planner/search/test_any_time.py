@@ -34,6 +34,7 @@ def outcome(plan: Plan) -> SearchOutcome:
     return plan.search
 
 
+@pytest.mark.slow
 def test_with_time_the_best_plan_is_lowered_whole() -> None:
     few = autopar.Strategy(search=("tp",), zero=0, recompute="none", micro_batches=1)
     plan = planned(strategy=few, time_limit_s=1e6)

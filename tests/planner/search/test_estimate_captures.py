@@ -116,6 +116,7 @@ def test_micro_batches_of_several_rows_where_there_is_a_row_for_each_rank() -> N
     assert (4 + 1) / (1 + 1) * found[0] == pytest.approx(found[1], rel=0.2)
 
 
+@pytest.mark.slow
 def test_ranks_of_tp_that_compute_for_other_rows_sum_all_gradients() -> None:
     """With 16 rows for eight ranks of tp they do; of one row they divide operators."""
     for rows, divides in ((ROWS, False), (2, True)):

@@ -61,6 +61,7 @@ def extended(own: PlanningProblem) -> Plan:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -109,6 +110,7 @@ class TwoStacks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depths", [(5, 5), (4, 6)], ids=str)
 def test_kinds_of_equal_length_grow_together(depths: tuple[int, int]) -> None:
     with torch.device("meta"):
@@ -131,6 +133,7 @@ def test_kinds_of_equal_length_grow_together(depths: tuple[int, int]) -> None:
     assert few.work == pytest.approx(whole.work)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_whole_recomputes_more() -> None:
     graphs, fixed = {1: captured(8, 1, CACHE)}, problem(zero=1, recompute="none")
     machine = known_machine(fixed, 1)
@@ -146,6 +149,7 @@ def test_a_plan_that_does_not_fit_whole_recomputes_more() -> None:
     assert found.prediction.needed_bytes <= (own.memory or 0)
 
 
+@pytest.mark.slow
 def test_recomputation_is_never_lowered_on_the_way() -> None:
     graphs, own = {1: captured(8, 1, CACHE)}, problem(zero=1)
     machine, blocks = known_machine(own, 1), [*filter(None, own.blocks)]

@@ -71,6 +71,7 @@ def test_both_ranks_are_told(name: str, strategy: str, message: str) -> None:
         assert re.search(message, answer.message, re.DOTALL), answer.message
 
 
+@pytest.mark.slow
 def test_three_ranks_name_the_one() -> None:
     for answer in told("NoSyncAlone", "zero3", 3):
         assert "rank(s) [2]" in answer.message

@@ -106,6 +106,7 @@ def test_replays_train_alike(name: str, clear: bool, graphs_on_cpus: None) -> No
     assert min(replays(graphed)) >= 2
 
 
+@pytest.mark.slow
 def test_a_loss_that_waits_for_its_backward_keeps_its_tensors(graphs_on_cpus: None) -> None:
     found = []
     for model in both("gpt"):

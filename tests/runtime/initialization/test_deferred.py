@@ -53,10 +53,12 @@ def setups() -> list[dict[str, Any]]:
     return late + [{**options, "example_inputs": INPUTS} for options in late]
 
 
+@pytest.mark.slow
 def test_values_are_the_same_under_every_plan() -> None:
     run(start_on_meta, 2, setups=setups())
 
 
+@pytest.mark.slow
 def test_values_are_the_same_on_four_ranks() -> None:
     plans = [fixed(3, tp=2), fixed(0, pp=2, tp=2), fixed(3, pp=2)]
     given = [{"strategy": strategy, "example_inputs": INPUTS} for strategy in plans]
@@ -110,6 +112,7 @@ def use_before_first_call(rank: int, world_size: int) -> None:
         model(*INPUTS)
 
 
+@pytest.mark.slow
 def test_values_are_given_at_the_first_use() -> None:
     run(use_before_first_call, 2)
 
@@ -132,6 +135,7 @@ def start_without_values(rank: int, world_size: int, **options: Any) -> None:
     autopar.compile(model, **options)(torch.randn(4, 4))
 
 
+@pytest.mark.slow
 def test_ranks_fail_together_without_initialisation() -> None:
     for strategy in (fixed(3), fixed(0, pp=2)):
         for answer in run(start_without_values, 2, strategy=strategy, expect_errors=True):

@@ -63,6 +63,7 @@ def start(rank: int, world_size: int, elsewhere: bool, **options: Any) -> None:
     assert share < 0.6 * sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_rank_never_has_more_than_its_share_and_one_block(elsewhere: bool) -> None:
     for strategy in (fixed(3), fixed(0, tp=2), fixed(0, pp=2)):

@@ -93,6 +93,7 @@ def die(rank: int, world_size: int) -> None:
         model(*MODELS["gpt"].batch(8, 0)[0]).backward()
 
 
+@pytest.mark.slow
 def test_the_others_stop_when_one_dies_in_the_middle() -> None:
     the_others_stop(die)
 
@@ -107,6 +108,7 @@ def mistake(rank: int, world_size: int) -> None:
     model(ids, targets).backward()
 
 
+@pytest.mark.slow
 def test_an_error_of_one_stage_stops_all() -> None:
     begin = time.monotonic()
     first, second = run_isolated(mistake, 2, init=False, expect_errors=True)
@@ -115,6 +117,7 @@ def test_an_error_of_one_stage_stops_all() -> None:
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv"])
 def test_batch_norm_over_micro_batches(name: str) -> None:
     """It needs the whole batch at once, so that micro-batches are one."""

@@ -150,6 +150,7 @@ def keep_whole_state(rank: int, world_size: int, plans: list[Plan]) -> None:
         previous = model
 
 
+@pytest.mark.slow
 def test_state_dicts_are_of_the_whole_model() -> None:
     run(keep_whole_state, 2, plans=[plan_of(2, 2)])
     run(keep_whole_state, 4, plans=[plan_of(4, 2, 3), plan_of(4, 2, 3, tp=2), plan_of(4, 4)])
@@ -275,6 +276,7 @@ def resume(rank: int, world_size: int, plans: list[Plan], folder: str) -> None:
         pair.check()
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_pipelines(tmp_path: Path) -> None:
     first = plan_of(4, 2, 3, tp=2)
     run(save, 4, plan=first, folder=str(tmp_path))

@@ -111,6 +111,7 @@ def check_plain(state: dict[str, Any], plain: nn.Module, what: str) -> None:
         assert state["head.weight"].data_ptr() == state["embedding.token.weight"].data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"), [("gpt", 2), ("conv", 2), ("gpt", 4)], ids=lambda x: str(x)
 )
@@ -193,5 +194,6 @@ def gather_all(rank: int, world_size: int, names: list[str]) -> None:
         gather(rank, TWO[name])
 
 
+@pytest.mark.slow
 def test_gathered_parameters_are_the_plain_models() -> None:
     run(gather_all, 2, names=["ddp", "zero3", "tp", "pp"])

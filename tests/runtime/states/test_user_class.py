@@ -156,5 +156,6 @@ def use_gpt(rank: int, world_size: int, folder: str) -> None:
                 model.generate(ids, attention_mask=mask, **options)
 
 
+@pytest.mark.slow
 def test_language_models_generate_and_save_as_the_plain_one(tmp_path: Path) -> None:
     run(use_gpt, 2, folder=str(tmp_path))

@@ -10,6 +10,7 @@ pytest.importorskip("transformers", reason="transformers is a test extra: pip in
 from benchmarks.exactness import measure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setup"),
     [("llama", "tp2"), ("resnet", "tp3"), ("t5", "tp4"), ("mixtral", "tp2xdp2")],

@@ -101,6 +101,7 @@ def train(rank: int, world_size: int, name: str) -> None:
 CASES = ("own mask", "norm first", "given mask", "mask and padding", "padding", "decoder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, "attention"])
 def test_they_train_exactly(name: str) -> None:
     run(train, 2, name=name)

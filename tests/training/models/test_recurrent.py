@@ -47,6 +47,7 @@ def train(rank: int, world_size: int, dtype: torch.dtype, **layout: Any) -> tupl
     return tuple(pair.parallel.plan.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "batch_first", "bidirectional"),
     [
@@ -100,6 +101,7 @@ def train_divided(rank: int, world_size: int, kind: str, options: dict[str, Any]
         pair.check_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 0, "pp": 2}])
 def test_layers_that_refer_weakly_to_their_weights_are_divided(

@@ -86,5 +86,6 @@ def test_one_row_a_rank_trains_exactly(name: str) -> None:
     run(train, 2, name=name, strategy=fixed(0))
 
 
+@pytest.mark.slow
 def test_t5_in_two_stages() -> None:
     run(train, 2, name="t5", strategy=autopar.Strategy(pp=2))
