@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from scipy.optimize import milp
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -32,7 +33,6 @@ import autopar
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.kernels import roofline
 from autopar.driver.inspect import program_text
-from autopar.planner.placement import ilp
 from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.cuda_kernels import KINDS, MathAttention, called_by_models, cuda_kernels
@@ -152,7 +152,7 @@ class Shared:
             self.plans[strategy] = plan_on_laptop(*script, strategy)
         plan = self.plans[strategy]
         world = PlannedRanks(*GPU_MODELS[self.name](), plan, self.captures)
-        with cuda_kernels(kind), patch.object(ilp, "milp", wraps=ilp.milp) as solver:
+        with cuda_kernels(kind), patch("scipy.optimize.milp", wraps=milp) as solver:
             text = program_text(*script, plan=plan)
             with MathAttention() as math:
                 errors = world.errors()
@@ -189,7 +189,7 @@ def replay(name: str) -> Replay:
     same, solves, again = [], 0, 0
     try:
         script = on_meta(PLANNED[name])
-        with patch.object(ilp, "milp", wraps=ilp.milp) as solver:
+        with patch("scipy.optimize.milp", wraps=milp) as solver:
             plan = plan_on_laptop(*script, "tp 2 x zero 3", None)
             solves = solver.call_count
             for kind in KINDS:
