@@ -83,6 +83,7 @@ def follow(rank: int, world_size: int, path: str) -> None:
     assert_same_training(got, plain("gpt", torch.float64, setup.rows), 1e-9)
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_is_followed(tmp_path: Path) -> None:
     strategy = fixed({"": 3, "blocks.1": 2}, "selective")
     planned(strategy=strategy, dtype=torch.float64).save(tmp_path / "plan.json")
@@ -189,6 +190,7 @@ def test_plans_can_be_read(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+@pytest.mark.slow
 def test_what_the_optimizer_keeps_counts() -> None:
     peaks = []
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):

@@ -345,6 +345,7 @@ def divide(rank: int, world_size: int) -> autopar.Plan | None:
     return model.plan
 
 
+@pytest.mark.slow
 def test_one_rank_finds_the_partition_that_all_measure() -> None:
     first, second = run(divide, 2)
     assert first == second

@@ -40,6 +40,7 @@ def test_names_are_listed_before_they_are_loaded() -> None:
     assert {*autopar.__all__} <= listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import autopar.plan.buckets", "from autopar.plan import outer"])
 def test_plan_is_the_function_though_a_package_has_its_name(first: str) -> None:
     code = f"import autopar, json\n{first}\nprint(json.dumps([type(autopar.plan).__name__]))"

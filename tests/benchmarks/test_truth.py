@@ -50,6 +50,7 @@ def test_a_seed_draws_the_same_models() -> None:
     assert first.losses == again.losses
 
 
+@pytest.mark.slow
 def test_each_block_is_sound() -> None:
     """Each block trains in a model of its own, deterministic and well conditioned."""
     reasons = {name: why_unsound(single_block(name)) for name in BLOCKS}

@@ -81,6 +81,7 @@ def test_a_bar_on_a_terminal_where_it_takes_long_and_lines_elsewhere() -> None:
     assert not shown(60.0, terminal=False)
 
 
+@pytest.mark.slow
 def test_without_a_cluster_the_command_says_what_it_prices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_without_a_cluster_the_command_says_what_it_prices(
     assert "dgx-h100" in told
 
 
+@pytest.mark.slow
 def test_the_answer_is_short_and_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

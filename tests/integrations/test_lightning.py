@@ -127,6 +127,7 @@ def fit_on_meta(rank: int, ranks: int, folder: str) -> bool:
     return not any(p.is_meta for p in module.parameters())
 
 
+@pytest.mark.slow
 def test_modules_on_meta_are_initialised(tmp_path: Path) -> None:
     assert all(worlds.run(fit_on_meta, 2, folder=str(tmp_path)))
 

@@ -70,6 +70,7 @@ def collective_graph() -> TrainingGraph:
     return graph
 
 
+@pytest.mark.slow
 def test_the_hash_is_the_same_in_all_processes() -> None:
     command = [sys.executable, "-c", HASH]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

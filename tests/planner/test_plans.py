@@ -91,6 +91,7 @@ def test_buckets_are_smaller_where_nothing_else_makes_it_fit() -> None:
     assert len(plan.buckets.reduce) > len(plain.buckets.reduce)
 
 
+@pytest.mark.slow
 def test_no_bucket_size_is_faster_than_the_chosen_one() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     modelled = Cluster.default(2, "cuda")
@@ -110,6 +111,7 @@ def test_no_bucket_size_is_faster_than_the_chosen_one() -> None:
     assert len(set(map(step_s, pinned))) > 3
 
 
+@pytest.mark.slow
 def test_what_lacks_is_what_helps() -> None:
     with pytest.raises(autopar.OutOfMemoryError) as error:
         planned(memory=1000)

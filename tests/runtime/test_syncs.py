@@ -143,6 +143,7 @@ def differ_once(rank: int, world_size: int, training: bool, strategy: Any) -> No
         model(*case.batch(4, 7)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strategy", [fixed(3), fixed(0, tp=2), fixed(0, pp=2, micro_batches=2)])
 def test_batches_that_differ_are_told_a_call_late(training: bool, strategy: Any) -> None:

@@ -175,6 +175,7 @@ def sent(strategy: autopar.Strategy) -> dict[str, int]:
     return dict(compiled(strategy)[0].plan.sent_bytes)
 
 
+@pytest.mark.slow
 def test_parameters_and_activations_are_sent_in_fewer_bytes() -> None:
     run(narrow, 2)
 
@@ -216,6 +217,7 @@ def test_nothing_lossy_is_chosen_unasked() -> None:
     assert not planned().compressions
 
 
+@pytest.mark.slow
 def test_lossy_lets_the_planner_compress_where_it_pays() -> None:
     plan = planned(lossy=True)
     assert set(plan.compressions.reduce) == {"int8"}

@@ -131,6 +131,7 @@ def spoil(gradient: Tensor) -> None:
         gradient[-1] = torch.inf
 
 
+@pytest.mark.slow
 def test_gradients_can_be_scaled() -> None:
     run(scale, 2)
 

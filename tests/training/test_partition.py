@@ -154,6 +154,7 @@ def loop(rank: int, world_size: int, **options: Any) -> None:
     close(whole_state(pair.parallel), state, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"ep": 2}], ids=str)
 def test_loops(options: dict[str, int]) -> None:
     run(loop, 4, timeout=300, **options)
@@ -170,10 +171,12 @@ def held_back(rank: int, world_size: int) -> None:
     pair.check_gradients()
 
 
+@pytest.mark.slow
 def test_gradients_are_held_back() -> None:
     run(held_back, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 2, "cp": 2}], ids=str)
 def test_dropout_is_that_of_one_device(axes: dict[str, int]) -> None:
     run(draw, math.prod(axes.values()), **axes)
@@ -237,6 +240,7 @@ def resume(
     return Reference(losses, whole_state(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setups"),
     [

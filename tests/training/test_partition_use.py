@@ -70,6 +70,7 @@ def follow(rank: int, world_size: int, path: str) -> None:
         close(*(model(*short) for model in reversed(pair.models)))
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     path, inputs = str(tmp_path / "plan.json"), batch_of("gpt", 0, 13)[0]
     strategy = fixed(3, tp=2, placements=FUSED)
@@ -123,6 +124,7 @@ def verified(rank: int, world_size: int) -> Verification:
     return autopar.verify(one_block(), example_inputs=batch_of("gpt", 0, 5)[0], strategy=strategy)
 
 
+@pytest.mark.slow
 def test_verify_compares_whole_parameters() -> None:
     for found in run(verified, 4, timeout=300):
         assert found.passed, str(found)
@@ -146,6 +148,7 @@ def through_inductor(rank: int, world_size: int) -> list[list[int]]:
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_inductor_is_exact_and_takes_no_more_memory() -> None:
     ranks = run(through_inductor, 2, timeout=400)
@@ -184,6 +187,7 @@ def spoil(gradient: Tensor, rank: int) -> None:
     gradient[-1, -1] = torch.inf
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_shard_is_met_by_all() -> None:
     run(scale, 2)
 
@@ -265,6 +269,7 @@ def fail_alone(rank: int, world_size: int) -> None:
         pair.parallel(*batch_of("gpt", step, 6)[0]).backward()
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_one_that_failed() -> None:
     begin = time.monotonic()
     answers = run(fail_alone, 4, expect_errors=True)

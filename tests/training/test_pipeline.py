@@ -128,6 +128,7 @@ def loop(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 def test_loops() -> None:
     run(loop, 2)
 
@@ -144,6 +145,7 @@ def held_back(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 def test_gradients_are_held_back() -> None:
     run(held_back, 4)
 
@@ -167,6 +169,7 @@ def bring_rows(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 def test_rows_over_data_parallel_ranks() -> None:
     run(bring_rows, 4)
 
@@ -285,6 +288,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state}
 
 
+@pytest.mark.slow
 def test_training_moves_between_layouts(tmp_path: Path) -> None:
     setups: list[tuple[int, dict[str, Any]]] = [
         (4, {"pp": 2, "tp": 2, "zero": 3}),

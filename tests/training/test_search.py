@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import autopar
@@ -31,6 +32,7 @@ def train(rank: int, world_size: int, memory: int) -> Any:
     return Reference(losses, whole_state(model)), model.plan, model.data_parallel_size
 
 
+@pytest.mark.slow
 def test_the_model_is_divided_where_whole_copies_do_not_fit() -> None:
     """ZeRO is ruled out, and parameters, gradients and states are four times the parameters."""
     memory = int(3.9 * WHOLE)

@@ -60,6 +60,7 @@ def load_plain(rank: int, world_size: int) -> None:
             model.load_state_dict({**state, "norm.weight": torch.zeros(5)})
 
 
+@pytest.mark.slow
 def test_plain_state_dicts_load() -> None:
     run(load_plain, 3)
 
@@ -129,6 +130,7 @@ def check_layout(model: nn.Module, optimizer: Any) -> None:
             assert state.placements == parameter.placements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder", "conv"])
 def test_checkpoints_move_between_worlds(name: str, tmp_path: Path) -> None:
     run(save, 4, name=name, folder=str(tmp_path))

@@ -63,6 +63,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_equal_one(way: str) -> None:
     name, options = WAYS[way]
@@ -261,12 +262,14 @@ def first_batch(rank: int, world_size: int, *, wrong: bool, late: bool) -> tuple
     return text.getvalue(), want
 
 
+@pytest.mark.slow
 def test_the_first_batch_is_verified_once() -> None:
     (first, _), (second, _) = run(first_batch, 2, wrong=False, late=True)
     assert first.count("PASS") == 1
     assert second == ""
 
 
+@pytest.mark.slow
 def test_a_wrong_first_batch_raises_on_every_rank() -> None:
     for answer in run(first_batch, 2, wrong=True, late=False, expect_errors=True):
         assert isinstance(answer, Raised)

@@ -55,6 +55,7 @@ def test_all_collectives_over_what_was_measured_have_a_price(name):
     assert kinds["send"] == "modelled"
 
 
+@pytest.mark.slow
 def test_large_ones_where_the_fabric_is_uniform():
     large = Cluster.named("dgx-h100", nodes=128)
     assert (large.world_size, large.name) == (1024, "128 x dgx-h100")

@@ -208,6 +208,7 @@ def test_ranks_fill_the_buckets_themselves() -> None:
     assert len(proposed.gather) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"micro_batches": 2}, {"cp": 2}, {"pp": 2}], ids=str)
 def test_a_share_of_the_whole_batch_bounds_every_mesh(mesh: dict[str, Any]) -> None:
     def capture(slices: int, cache: CaptureCache) -> TrainingGraph:

@@ -165,6 +165,7 @@ class Sorted(nn.Module):
         return self.second(self.first(x).sort(0)[0]).square().mean()
 
 
+@pytest.mark.slow
 def test_gathered_rows_leave_gradients_on_the_stage_of_their_parameters() -> None:
     strategy = autopar.Strategy(pp=2, micro_batches=2, zero=0, recompute="none")
     plan = autopar.plan(Sorted(), 4, example_inputs=(torch.zeros(8, 8),), strategy=strategy)

@@ -54,6 +54,7 @@ def like_ddp(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_two_models_in_a_row_train_as_under_ddp() -> None:
     run(like_ddp, 2)
 
@@ -115,6 +116,7 @@ def rows_are_known(rank: int, world_size: int) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_rows_are_stated_or_proven() -> None:
     (mixup, recurrent, prototypes), others = run(rows_are_known, 2)
     assert len(others) == 2, "rank 0 alone warns"

@@ -97,6 +97,7 @@ def train_by_method(model: Any, rank: int, zero: int, x: Tensor, y: Tensor) -> N
             model.loss(x, y)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_stands_for_the_users() -> None:
     run(look, 2)
 

@@ -34,6 +34,7 @@ def trained(name: str, zero: int, rows: int) -> Reference:
     return Reference(losses, whole_state(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", COUPLED)
 def test_trains_as_on_one_device(name: str, world_size: int) -> None:

@@ -81,6 +81,7 @@ def train(rank: int, world_size: int, name: str, strategy: Any) -> None:
     pair.check_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_one_row_a_rank_trains_exactly(name: str) -> None:
     run(train, 2, name=name, strategy=fixed(0))
