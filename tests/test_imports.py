@@ -1,4 +1,4 @@
-"""What `import autopar` loads: each rank, command and test worker waits for it."""
+"""Modules that `import autopar` loads: each rank, command and test worker waits for them."""
 
 import json
 import subprocess

@@ -73,8 +73,8 @@ class CheckpointFolder:
         for each in sorted(self._entries()):  # step-N comes before step-N.replaced
             if match := re.fullmatch(r"step-(\d+)(\.replaced)?", each.name):
                 steps.setdefault(int(match[1]), each)
-        found = [Saved(step, path, _stamp(path, step)) for step, path in steps.items()]
-        return sorted(found, key=lambda each: each.age, reverse=True)
+        saved = [Saved(step, path, _stamp(path, step)) for step, path in steps.items()]
+        return sorted(saved, key=lambda each: each.age, reverse=True)
 
     def of_step(self, step: int) -> Path:
         """Folder of the checkpoint after a step."""
@@ -140,8 +140,9 @@ class CheckpointFolder:
 
         Those of other runs stay, and those that are broken or short do not count.
         """
-        own = [each for each in self.saved() if each.stamp.run == run and each.step not in broken]
-        for each in [each for each in own if has_all_bytes(each.path)][keep:]:
+        of_run = [each for each in self.saved() if each.stamp.run == run]
+        whole = [x for x in of_run if x.step not in broken and has_all_bytes(x.path)]
+        for each in whole[keep:]:
             shutil.rmtree(each.path, ignore_errors=True)
 
     def _entries(self) -> list[Path]:

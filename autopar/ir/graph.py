@@ -153,10 +153,10 @@ class TrainingGraph:
         roles = dict(zip(self.placeholders, self.inputs, strict=True))
         for node in self.graph.nodes:
             role = roles.get(node)
-            own = [frozenset({role.index})] if isinstance(role, Tangent) else []
-            outputs[node] = frozenset().union(*own, *(outputs[n] for n in node.all_input_nodes))
+            index = {role.index} if isinstance(role, Tangent) else set()
+            outputs[node] = frozenset(index).union(*(outputs[n] for n in node.all_input_nodes))
         return {
-            role.of.name if isinstance(role.of, Parameter) else role.of.index: outputs[node]
+            role.key: outputs[node]
             for role, node in zip(self.outputs, self.results, strict=True)
             if isinstance(role, Gradient) and node is not None
         }

@@ -105,6 +105,11 @@ class Gradient:
 
     of: Parameter | Input
 
+    @property
+    def key(self) -> str | int:
+        """The name of the parameter, or the index of the input."""
+        return self.of.name if isinstance(self.of, Parameter) else self.of.index
+
 
 @dataclass(frozen=True)
 class Update:

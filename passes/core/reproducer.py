@@ -150,18 +150,18 @@ def _function(name: str) -> Callable[..., Any]:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     if name.count(".") != 2 or ":" in name:
-        known = ", ".join(_FUNCTIONS)
-        raise PassError(f"{name} is no operator of torch, and none of the functions {known}")
+        names = ", ".join(_FUNCTIONS)
+        raise PassError(f"{name} is no operator of torch, and none of the functions {names}")
     namespace, operator, overload = name.split(".")
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+        called = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     except (AttributeError, RuntimeError) as failure:
         raise PassError(
             f"cannot find {name}: {failure}; import the module that defines it"
         ) from failure
-    if not isinstance(found, OpOverload) or found in _REFUSED:
+    if not isinstance(called, OpOverload) or called in _REFUSED:
         raise PassError(f"{name} is no operator that graphs call")
-    return found
+    return called
 
 
 def _written(value: Any) -> str:

@@ -107,7 +107,7 @@ class CompiledGraph:
     def gradient_outputs(self) -> dict[str | int, int]:
         """Position of each gradient, by the name of a parameter or the index of an input."""
         return {
-            role.of.name if isinstance(role.of, Parameter) else role.of.index: place
+            role.key: place
             for place, role in enumerate(self.graph.outputs)
             if isinstance(role, Gradient)
         }
@@ -134,14 +134,6 @@ class Program:
     def is_random(self) -> bool:
         return any(is_random(node) for node in self.graph.calls())
 
-    def untouched(self, outputs: Collection[int]) -> set[str | int]:
-        """Parameters and inputs on which none of these outputs depends.
-
-        As on one device their gradient is None, so that an optimizer does not even decay them.
-        """
-        pairs = self.outputs_by_gradient.items()
-        return {key for key, sources in pairs if sources and sources.isdisjoint(outputs)}
-
     @cached_property
     def returned_parameters(self) -> frozenset[int]:
         """Positions of the parameters that share their storage with a result."""
@@ -161,6 +153,17 @@ class Program:
         """Indices of the outputs that may receive gradients."""
         roles = self.backward.graph.inputs if self.backward else ()
         return frozenset(r.index for r in roles if isinstance(r, Tangent))
+
+
+def untouched(
+    outputs_by_gradient: Mapping[str | int, frozenset[int]], outputs: Collection[int]
+) -> set[str | int]:
+    """Parameters and inputs on which none of these outputs depends.
+
+    As on one device their gradient is None, so that an optimizer does not even decay them.
+    """
+    pairs = outputs_by_gradient.items()
+    return {key for key, sources in pairs if sources and sources.isdisjoint(outputs)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 
@@ -65,13 +65,8 @@ class CompiledPipelineCall:
         self.prologue = None if before is None else _build_prologue_or_epilogue(before, options)
         self.epilogue = _build_prologue_or_epilogue(graphs.epilogue, options)
 
-    def untouched(self, outputs: Collection[int]) -> set[str | int]:
-        """Parameters and inputs on which none of these outputs depends."""
-        pairs = self._outputs_by_gradient.items()
-        return {key for key, sources in pairs if sources and sources.isdisjoint(outputs)}
-
     @cached_property
-    def _outputs_by_gradient(self) -> Mapping[str | int, frozenset[int]]:
+    def outputs_by_gradient(self) -> Mapping[str | int, frozenset[int]]:
         return self.capture.graph.outputs_by_gradient()
 
     @cached_property

@@ -16,6 +16,7 @@ from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
 from autopar.runtime.border.first_derivative import differentiable_once
+from autopar.runtime.codegen.program import untouched
 from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
@@ -161,12 +162,13 @@ class _PipelineFunction(torch.autograd.Function):
             executor.loss_tangent = call.next_loss_tangent
         # A call that no_sync holds back, or after one, has gradients of others in its own.
         is_alone = not call.no_sync and not executor.context.unreduced_grads
-        untouched = call.compiled.untouched(tangents) if is_alone else set()
+        by_gradient = call.compiled.outputs_by_gradient if is_alone else {}
+        absent = untouched(by_gradient, tangents)
         found: list[torch.Tensor | None] = []
         for key in ctx.differentiable:
             if isinstance(key, str):
                 gradient = call.take_gradient(key, retain_graph)
-                gradient = None if key in untouched else gradient
+                gradient = None if key in absent else gradient
                 context = executor.context
                 found.append(None if gradient is None else context.as_grad_of(key, gradient))
             else:

@@ -15,7 +15,7 @@ from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
-from autopar.runtime.codegen.program import CompiledGraph, Program, build_program
+from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -159,8 +159,9 @@ class SpmdCall:
         if isinstance(run := self.program.forward.run, GraphedFunction) and not keeps_graph:
             run.take_back(self)
         # What compression left out of a gradient, or no_sync held back, is one by itself.
-        untouched = set() if _has_states(backward) else program.untouched(tangents) - {*unreduced}
-        return self._gradients(backward, results, untouched)
+        by_gradient = {} if _has_states(backward) else program.outputs_by_gradient
+        absent = untouched(by_gradient, tangents) - {*unreduced}
+        return self._gradients(backward, results, absent)
 
     def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
         """A program as of the forward, for the gradients that the backward meets."""
@@ -183,12 +184,12 @@ class SpmdCall:
         return arguments
 
     def _gradients(
-        self, graph: CompiledGraph, results: list[Any], untouched: set[str | int]
+        self, graph: CompiledGraph, results: list[Any], absent: set[str | int]
     ) -> list[torch.Tensor | None]:
         unreduced, sharded = self.context.unreduced_grads, self.context.index.dtensors
         for place, role in graph.other_outputs:
             match role:
-                case roles.UnreducedGrad(name) if name in untouched:
+                case roles.UnreducedGrad(name) if name in absent:
                     pass
                 case roles.UnreducedGrad(name) if name in unreduced:
                     unreduced[name] += results[place]
@@ -197,7 +198,7 @@ class SpmdCall:
         found: list[torch.Tensor | None] = []
         gradients = graph.gradient_outputs
         for key in self.differentiable:
-            value = results[gradients[key]] if key in gradients.keys() - untouched else None
+            value = results[gradients[key]] if key in gradients.keys() - absent else None
             if value is not None and key in sharded:
                 value = self.context.as_grad_of(str(key), value)
             found.append(value)
