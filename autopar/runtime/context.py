@@ -49,6 +49,7 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
+from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
@@ -116,7 +117,7 @@ class ExecutionContext:
         mesh: mesh of the plan, None for one rank.
         groups: name of the process group of each axis and level, by axis name.
         world: process group of all ranks, for pipelines; None for the default one.
-        unreduced_grads: local gradients of `no_sync` calls, by parameter name.
+        held_gradients: gradients of calls inside `no_sync`.
         captures: capture of each kind of call.
         planning_captures: captures made while planning, reused for all numbers of slices.
         all_tangents: whether every output may receive a gradient.
@@ -135,7 +136,7 @@ class ExecutionContext:
     mesh: DeviceMesh | None = None
     groups: Mapping[str, str] = field(default_factory=dict)
     world: dist.ProcessGroup | None = None
-    unreduced_grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    held_gradients: HeldGradients = field(default_factory=HeldGradients)
     compression_state: CompressionState = field(default_factory=CompressionState)
     captures: BoundedCache[Capture] = field(default_factory=BoundedCache)
     planning_captures: dict[Any, Capture] = field(default_factory=dict)
@@ -395,6 +396,10 @@ class ExecutionContext:
                 "(autopar.compile(max_programs=)). Round lengths up with autopar.pad_to_bucket, or "
                 "use a fixed length, and leave out the last small batch (drop_last=True).",
             )
+
+    def hold(self, name: str, gradient: torch.Tensor) -> None:
+        """Holds back this rank's gradient of a parameter."""
+        self.held_gradients.add(name, self.index.parameters[name], gradient)
 
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         return in_layout_of(self.index.parameters[name], gradient)

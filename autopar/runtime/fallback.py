@@ -23,6 +23,7 @@ from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.formatting import first_line
+from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.parameters.distribute import local_part, parameter_like
 from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -164,11 +165,12 @@ class AliasedDDP(nn.Module):
         self.parameter_of = {id(alias): parameter for _, _, parameter, alias in self.slots}
         self.used: set[int] = set()
         self.shared: dict[int, nn.Parameter] = {}  # aliases with the gradients of their DTensors
-        self.is_checked = False
+        self.held, self.unreduced = HeldGradients(), dict[int, nn.Parameter]()
+        self.is_checked, self.reduces = False, True
         for alias in aliases.values():
             if alias.requires_grad:
                 alias.register_hook(lambda _: self._follow_parameters())
-                alias.register_post_accumulate_grad_hook(lambda tensor: self.used.add(id(tensor)))
+                alias.register_post_accumulate_grad_hook(self._accumulated)
         with self._aliased():
             self.ddp = with_ddp(_Submodule(model))
         # DDP checks annotations of hooks; a lambda has none
@@ -176,19 +178,24 @@ class AliasedDDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.is_checked = False
+        self.reduces = self.ddp.require_backward_grad_sync
         with self._aliased():
             return self.ddp(*args, **kwargs)
 
     def _follow_parameters(self) -> None:
         """Takes up what a script did to gradients since; each backward begins so.
 
-        `zero_grad` cleared them, or other tensors were put in their places. Gradients that no_sync
-        has left unreduced are not shared yet, and stay. Every gradient of a backward calls this,
-        and the first one does the work.
+        `zero_grad` cleared them, or other tensors were put in their places. Every gradient of a
+        backward calls this, and the first one does the work.
         """
         if self.is_checked:
             return
         self.is_checked = True
+        for number in [*self.unreduced]:
+            if self.held.take(str(number)) is None:
+                self.unreduced[number].grad = None
+                self.shared.pop(number, None)
+        self.unreduced.clear()
         for number, alias in [*self.shared.items()]:
             given, own = self.parameter_of[number].grad, alias.grad
             if given is None or own is None:
@@ -197,8 +204,18 @@ class AliasedDDP(nn.Module):
                 own.copy_(new)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """DDP's no_sync; the aliases keep the unreduced gradients."""
+        """DDP's no_sync; the aliases keep the gradients that it holds back."""
         return self.ddp.no_sync()
+
+    def _accumulated(self, alias: torch.Tensor) -> None:
+        """Holds back what DDP has not reduced."""
+        number = id(alias)
+        self.used.add(number)
+        if not self.reduces and number not in self.unreduced:
+            assert isinstance(alias, nn.Parameter)
+            assert alias.grad is not None
+            self.unreduced[number] = alias
+            self.held.add(str(number), self.parameter_of[number], alias.grad)
 
     @contextlib.contextmanager
     def _aliased(self) -> Iterator[None]:

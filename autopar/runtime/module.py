@@ -149,13 +149,12 @@ class DistributedModule(StatefulModule):
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients of calls inside unreduced; the next call outside adds and reduces them.
 
-        Unreduced gradients do not change `.grad`.
+        `zero_grad` discards them. Reading a gradient that is held back, or stepping by it, raises
+        StrategyError.
         """
-        inner = self._fallback[0] if self._fallback else None
         before, self._no_sync = self._no_sync, self._options.dp_size > 1
         try:
-            with getattr(inner, "no_sync", contextlib.nullcontext)():
-                yield
+            yield
         finally:
             self._no_sync = before
 
@@ -287,7 +286,9 @@ class DistributedModule(StatefulModule):
         options, inner, tensors = self._options, self._fallback[0], iter(shard.tensors)
         leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in shard.call.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, shard.call.structure)
-        with self._context.autocast(), explaining_row_errors(options.ranks):
+        hold = getattr(inner, "no_sync", None) if self._no_sync else None
+        held_back = contextlib.nullcontext() if hold is None else hold()
+        with held_back, self._context.autocast(), explaining_row_errors(options.ranks):
             if options.loss_fn is None:
                 result = inner(*args, **kwargs)
             else:

@@ -25,6 +25,7 @@ from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
+from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.compiler_branches import warn_of_branches
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
@@ -333,7 +334,7 @@ class PlannedModule(nn.Module):
             context,
             model=model,
             rng=copy.deepcopy(context.rng, memo),
-            unreduced_grads={},
+            held_gradients=HeldGradients(),
             compression_state=context.compression_state.copy(),
         )
         made._context.guards = context.guards.copy_for(model)

@@ -283,7 +283,7 @@ def call_entries(
     trained = f"all but {', '.join(frozen)}" if frozen else "all"
     # ranks under a fallback may leave different gradients unset
     num_grads = 0 if has_fallback else sum(map(is_not, map(_grad, local), repeat(None)))
-    unreduced = ", ".join(sorted(context.unreduced_grads))
+    unreduced = ", ".join(context.held_gradients.names)
     shares_rows = is_global or options.model_parallel_peers > 1
     this_batch, last_batch = protocol.hash_batch(leaves) if shares_rows else (0, "")
     same_rows = "" if is_global else options.dp_rank(rank())

@@ -73,7 +73,7 @@ class PipelineCall:
         self.interleaves_backward = (
             compiled.graphs.can_interleave_backward
             and not self.no_sync
-            and not self.context.unreduced_grads
+            and not self.context.held_gradients.names
         )
         tensor_leaves = compiled.capture.tensor_leaves
         self.returned = [i for i, is_tensor in enumerate(tensor_leaves) if is_tensor]

@@ -86,7 +86,7 @@ class PipelineExecutor:
     def _call(self, micro_batches: list[BatchShard], no_sync: bool) -> PipelineCall:
         """A call; its stages and schedules are made once for each kind of call."""
         context, count, micro_batch = self.context, len(micro_batches), micro_batches[0]
-        unreduced = () if no_sync else tuple(sorted(context.unreduced_grads))
+        unreduced = () if no_sync else context.held_gradients.names
         key = context.call_key(micro_batch)
         key = (*key, torch.is_grad_enabled(), count, no_sync, unreduced)
         compiled = self.compiled_calls.get(key)
@@ -161,7 +161,7 @@ class _PipelineFunction(torch.autograd.Function):
         if call.interleaves_backward and tangents:
             executor.loss_tangent = call.next_loss_tangent
         # A call that no_sync holds back, or after one, has gradients of others in its own.
-        is_alone = not call.no_sync and not executor.context.unreduced_grads
+        is_alone = not call.no_sync and not executor.context.held_gradients.names
         by_gradient = call.compiled.outputs_by_gradient if is_alone else {}
         absent = untouched(by_gradient, tangents)
         found: list[torch.Tensor | None] = []

@@ -150,7 +150,7 @@ class Stage:
                 case roles.Saved():
                     known[role] = value
                 case roles.UnreducedGrad(name):
-                    _add(call.context.unreduced_grads, name, value)
+                    call.context.hold(name, value)
                 case roles.Gradient(roles.Parameter(name)) if value is not None:
                     _add(call.gradients, name, value)
                 case roles.Gradient(roles.Input(index)) if value is not None:
@@ -180,8 +180,8 @@ class Stage:
             case roles.State():
                 return call.context.compression_state.get(role, graph.fake_tensors[role])
             case roles.Accumulated(name, reduced):
-                table = call.gradients if reduced else call.context.unreduced_grads
-                before = table.pop(name, None)
+                held = call.context.held_gradients
+                before = call.gradients.pop(name, None) if reduced else held.take(name)
                 return _zeros_like(graph.fake_tensors[role]) if before is None else before
         raise AssertionError(f"a backward has the unexpected input {role}")
 

@@ -143,7 +143,7 @@ class SpmdCall:
             context.all_tangents = True
             program = self._program_again(self.no_sync)
             saved[:] = self.run_forward(program)[1]
-        backward, unreduced = program.backward, tuple(sorted(context.unreduced_grads))
+        backward, unreduced = program.backward, context.held_gradients.names
         if unreduced and not self.no_sync:
             backward = self._program_again(False, unreduced).backward
         assert backward is not None
@@ -172,12 +172,13 @@ class SpmdCall:
         self, graph: CompiledGraph, saved: list[torch.Tensor], tangents: dict[int, torch.Tensor]
     ) -> list[torch.Tensor]:
         arguments: list[Any] = list(saved)
+        value: torch.Tensor | None
         for place, role in graph.unsaved_inputs:  # ascending
             match role:
                 case roles.Tangent():
                     value = _tangent(graph, role, tangents)
                 case roles.Accumulated(name):
-                    value = self.context.unreduced_grads.pop(name)
+                    value = self.context.held_gradients.take(name)
                 case roles.State():
                     value = self.context.compression_state.get(role, graph.fake_tensors[role])
             arguments.insert(place, value)
@@ -186,21 +187,16 @@ class SpmdCall:
     def _gradients(
         self, graph: CompiledGraph, results: list[Any], absent: set[str | int]
     ) -> list[torch.Tensor | None]:
-        unreduced, sharded = self.context.unreduced_grads, self.context.index.dtensors
+        context, sharded = self.context, self.context.index.dtensors
         for place, role in graph.other_outputs:
-            match role:
-                case roles.UnreducedGrad(name) if name in absent:
-                    pass
-                case roles.UnreducedGrad(name) if name in unreduced:
-                    unreduced[name] += results[place]
-                case roles.UnreducedGrad(name):
-                    unreduced[name] = results[place].contiguous()  # strides that programs expect
+            if isinstance(role, roles.UnreducedGrad) and role.name not in absent:
+                context.hold(role.name, results[place])
         found: list[torch.Tensor | None] = []
         gradients = graph.gradient_outputs
         for key in self.differentiable:
             value = results[gradients[key]] if key in gradients.keys() - absent else None
             if value is not None and key in sharded:
-                value = self.context.as_grad_of(str(key), value)
+                value = context.as_grad_of(str(key), value)
             found.append(value)
         return found
 

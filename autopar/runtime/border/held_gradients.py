@@ -1,0 +1,149 @@
+"""`HeldGradients`: gradients of calls inside `no_sync`, held back until the next call outside.
+
+Each is its parameter's `.grad` meanwhile, as under DistributedDataParallel. So it is discarded as
+any gradient is: by `zero_grad` of a model or an optimizer, or by `p.grad = None`. It has no value
+of all ranks yet, so reading it is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from autopar._torch import empty_subclass, pytree
+from autopar.errors import StrategyError
+
+aten = torch.ops.aten
+
+
+@dataclass
+class _Held:
+    """The gradient of a parameter while a part of it is held back.
+
+    Attributes:
+        own: sum of this rank's gradients of calls inside `no_sync`, None once discarded.
+        reduced: the gradient of all ranks from other calls and losses, if any.
+    """
+
+    parameter: nn.Parameter
+    own: torch.Tensor | None
+    reduced: torch.Tensor | None
+
+    @property
+    def is_current(self) -> bool:
+        return self.own is not None and getattr(self.parameter.grad, "_held", None) is self
+
+    def read(self) -> torch.Tensor:
+        if self.own is not None:
+            raise StrategyError(
+                "a gradient is read or stepped by, of which each rank holds back its own part: "
+                "its last backward ran inside of no_sync(). Make the last call of a window outside "
+                "of no_sync(), which adds and reduces what is held back, or discard it by "
+                "zero_grad()."
+            )
+        assert self.reduced is not None
+        return self.reduced
+
+    def discard(self) -> None:
+        """Makes the gradient zeros."""
+        self.own, self.reduced = None, torch.zeros_like(self.parameter.detach())
+        if getattr(self.parameter.grad, "_held", None) is self:
+            self.parameter.grad = self.reduced
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds what autograd accumulates beside calls of the model."""
+        if self.reduced is not None:
+            self.reduced.add_(gradient)
+        else:
+            self.reduced = gradient.detach().clone()
+
+
+class HeldGradient(torch.Tensor):
+    """The `.grad` of a parameter whose gradient is held back; only to discard, not to read."""
+
+    _held: _Held
+
+    @staticmethod
+    def __new__(cls, held: _Held) -> HeldGradient:
+        like = held.parameter
+        made = empty_subclass(cls, tuple(like.shape), tuple(like.stride()), like)
+        made._held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (aten.detach.default, aten.alias.default):
+            return HeldGradient(args[0]._held)
+        if func in (aten.zero_.default, aten._foreach_zero_.default):
+            pytree.tree_map_only(torch.Tensor, _zero, args[0])
+            return args[0]
+        if func is aten.add_.Tensor and isinstance(args[0], cls):
+            args[0]._held.add(_read(args[1]))
+            return args[0]
+        return func(*pytree.tree_map(_read, tuple(args)), **pytree.tree_map(_read, kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"HeldGradient(shape={list(self.shape)}, until a call outside of no_sync())"
+
+
+def _zero(gradient: torch.Tensor) -> None:
+    if isinstance(gradient, HeldGradient):
+        gradient._held.discard()
+    else:
+        gradient.zero_()
+
+
+def _read(value: Any) -> Any:
+    return value._held.read() if isinstance(value, HeldGradient) else value
+
+
+@dataclass
+class HeldGradients:
+    """The gradients that this rank holds back, by name of the parameter."""
+
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters with gradients that were not discarded, sorted."""
+        return tuple(sorted(name for name, held in self._held.items() if held.is_current))
+
+    def add(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds to a gradient that is held back."""
+        held = self._held.get(name)
+        if held is not None and held.is_current:
+            assert held.own is not None
+            held.own += gradient
+            return
+        _refuse_steps()
+        # programs expect these strides
+        self._held[name] = made = _Held(parameter, gradient.contiguous(), parameter.grad)
+        parameter.grad = HeldGradient(made)
+
+    def take(self, name: str) -> torch.Tensor | None:
+        """A gradient that no longer is held back; None if there is none, or it was discarded."""
+        held = self._held.pop(name, None)
+        if held is None or not held.is_current:
+            return None
+        held.parameter.grad = held.reduced
+        return held.own
+
+
+@functools.cache
+def _refuse_steps() -> None:
+    """Makes steps raise while gradients of their parameters are held back, from now on."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter.grad, HeldGradient):
+                parameter.grad._held.read()

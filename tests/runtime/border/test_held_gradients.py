@@ -1,0 +1,152 @@
+"""Gradients that no_sync holds back are those of `.grad`: discarded with it, not stepped by."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import StrategyError
+from tests.harness.worlds import run
+
+STRATEGIES = {"ddp": {"zero": 0}, "zero3": {"zero": 3}, "pp": {"pp": 2, "micro_batches": 2}}
+
+
+class Regression(nn.Module):
+    """Reads a value in forward, which no capture can, if it is to run under the fallback."""
+
+    def __init__(self, is_captured: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.is_captured = is_captured
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.layers(x)
+        scale = 1.0 if self.is_captured else 1.0 + 0.0 * out.detach().sum().item()
+        return F.mse_loss(out, y) * scale
+
+
+def batch(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x * scale, y
+
+
+def compiled(model: nn.Module, strategy: str, world_size: int) -> Any:
+    if strategy == "fallback":
+        return autopar.compile(model, strategy="auto")
+    fixed = autopar.Strategy(recompute="none", **STRATEGIES[strategy])
+    return autopar.compile(
+        model, strategy=fixed, cluster=autopar.Cluster.default(world_size, "cpu")
+    )
+
+
+def assign_none(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def zero_data(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+DISCARDS: list[Callable[[Any, Any], None]] = [
+    lambda model, optimizer: optimizer.zero_grad(),
+    lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    lambda model, optimizer: model.zero_grad(),
+    assign_none,
+    zero_data,
+]
+
+
+def train(model: Any, is_compiled: bool) -> None:
+    """Windows that are given up after a batch of NaN, before or beside other losses."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    nothing = model.no_sync if is_compiled else torch.enable_grad
+    for step, discard in enumerate(DISCARDS):
+        model(*batch(step)).backward()  # a reduced gradient, to be discarded as well
+        with nothing():
+            model(*batch(step, torch.nan)).backward()
+            model(*batch(step)).backward()
+        if step % 2:
+            loss = model(*batch(step))
+            discard(model, optimizer)
+            loss.backward()
+        else:
+            discard(model, optimizer)
+            with nothing():
+                model(*batch(10 + step)).backward()
+            model(*batch(20 + step)).backward()
+        optimizer.step()
+        discard(model, optimizer)
+
+
+def give_up(strategies: tuple[str, ...], rank: int, world_size: int) -> None:
+    for strategy in strategies:
+        torch.manual_seed(0)
+        plain = Regression(strategy != "fallback").double()
+        parallel = compiled(copy.deepcopy(plain), strategy, world_size)
+        train(plain, False)
+        train(parallel, True)
+        state = parallel.full_state_dict()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=strategy)
+
+
+def test_zero_grad_discards_them() -> None:
+    run(partial(give_up, ("ddp", "zero3", "fallback")), 2)
+
+
+@pytest.mark.slow
+def test_zero_grad_discards_them_in_pipelines() -> None:
+    run(partial(give_up, ("pp",)), 4)
+
+
+def step_by_them(rank: int, world_size: int) -> None:
+    for strategy in ("ddp", "zero3", "fallback"):
+        model = compiled(Regression(strategy != "fallback").double(), strategy, world_size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with model.no_sync():
+            model(*batch(0)).backward()
+        with pytest.raises(StrategyError, match=r"outside of no_sync\(\)"):
+            optimizer.step()
+        with pytest.raises(StrategyError, match=r"outside of no_sync\(\)"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not optimizer.state
+        model(*batch(0)).backward()
+        gradient = next(iter(model.parameters())).grad
+        assert gradient is not None
+        assert isinstance(gradient, DTensor) == (strategy != "ddp")
+        optimizer.step()
+
+
+def test_steps_by_them_are_refused() -> None:
+    run(step_by_them, 2)
+
+
+def add_beside(rank: int, world_size: int) -> None:
+    """A penalty in the loop adds to a gradient whose part of the model is held back."""
+    torch.manual_seed(0)
+    plain = Regression().double()
+    parallel = compiled(copy.deepcopy(plain), "ddp", world_size)
+    for model, hold in ((plain, torch.enable_grad), (parallel, parallel.no_sync)):
+        for seed in range(3):
+            penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+            with hold() if seed < 2 else torch.enable_grad():
+                loss = model(*batch(seed))
+            (loss + penalty).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_penalties_beside_them() -> None:
+    run(add_beside, 2)
