@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch import _is_functional_tensor as is_functional
 from torch._C import _AutoDispatchBelowAutograd as skip_autograd
+from torch._C import _dispatch_dump as registrations_of
 from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
@@ -52,6 +53,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.fx.graph_module import _loader as fx_code_loader
 from torch.fx.node import _format_arg as format_argument
+from torch.library import _impls as python_kernels
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -423,8 +425,7 @@ def rank_processes(context: "PContext | None") -> dict[int, subprocess.Popen[byt
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph with its nodes and their meta.
 
-    `Graph.graph_copy` also searches all arguments for symbolic numbers, two thirds of its time and
-    most of the time of passes over a large model.
+    `Graph.graph_copy` also searches arguments for symbols, most of the time of passes.
     """
     new, made = fx.Graph(), dict[fx.Node, fx.Node]()
     names, insert, known = new._graph_namespace, new._insert, new._find_nodes_lookup_table

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.common.notices import NumericsNote
-from autopar.cost_model.disk_cache import write_json
+from autopar.cost_model.disk_cache import write_cached
 from autopar.runtime.codegen.program import Program
 from autopar.runtime.fallback import describe_fallback_differences
 from autopar.runtime.spmd import executor as whole
@@ -134,7 +134,10 @@ def test_batch_norm_of_a_rank_is_named() -> None:
     assert "atch norm" not in describe_fallback_differences(Branching())
 
 
-def test_what_cannot_be_kept_is_a_warning_of_measurements(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_a_warning_of_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "file"))
     with pytest.warns(autopar.MeasurementWarning, match="could not keep its measurements"):
-        write_json(tmp_path / "file" / "below.json", {})
+        write_cached("clusters", {}, {})

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from typing import IO
 
 import msgspec
 
+from autopar.common.files import open_file, read_file
 from autopar.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
 STAMP = "run.json"
 LOCK = ".lock"
 CHUNK = 1 << 22  # bytes read at once
-MAX_JSON_BYTES = 1 << 26  # checksums of some 500,000 files
 
 FileSum = tuple[int, int]
 """Size in bytes and CRC-32 of a file."""
@@ -154,7 +153,7 @@ class CheckpointFolder:
 def file_sum(path: Path) -> FileSum:
     """Size and CRC-32 of a regular file."""
     size = checksum = 0
-    with _open(path) as file:
+    with open_file(path) as file:
         while chunk := file.read(CHUNK):
             size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
     return size, checksum
@@ -197,9 +196,7 @@ def faults_of(folder: Path, part: int, parts: int) -> list[str]:
 
 def _read_sums(folder: Path) -> dict[str, FileSum]:
     """The sums of a checkpoint by name; raises OSError or ValueError."""
-    with _open(folder / CHECKSUMS) as file:
-        text = file.read(MAX_JSON_BYTES)
-    sums = msgspec.json.decode(text, type=dict[str, FileSum])
+    sums = msgspec.json.decode(read_file(folder / CHECKSUMS), type=dict[str, FileSum])
     for name in sums:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file")
@@ -208,18 +205,9 @@ def _read_sums(folder: Path) -> dict[str, FileSum]:
 
 def _stamp(folder: Path, step: int) -> Stamp:
     """The stamp of a checkpoint; that of a nameless first run where there is none."""
-    with contextlib.suppress(OSError, ValueError), _open(folder / STAMP) as file:
-        return msgspec.json.decode(file.read(CHUNK), type=Stamp)
+    with contextlib.suppress(OSError, ValueError):
+        return msgspec.json.decode(read_file(folder / STAMP), type=Stamp)
     return Stamp("", 0, step)
-
-
-def _open(path: Path) -> IO[bytes]:
-    """A regular file to read; a pipe or a device would wait, or never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(22, "not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def _sync(path: Path) -> None:

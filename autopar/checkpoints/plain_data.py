@@ -7,19 +7,22 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from autopar._torch import pytree
+from autopar.common.files import open_file
 from autopar.errors import CheckpointError, StrategyError
 from autopar.formatting import first_line
 
@@ -30,6 +33,11 @@ PARTS = ("mesh", "scheduler", "scaler", "ranks")
 """Keys of the values beside tensors."""
 
 _DTYPE = "numpy dtype"
+
+_TRUST = (
+    "Checkpoints of autopar before 0.1 hold objects: if nobody else could write this folder, call "
+    "resume(trusted=True) once, and the next save is plain."
+)
 
 _METADATA = frozenset(
     {
@@ -98,6 +106,24 @@ def with_arrays(value: Any) -> Any:
     return value
 
 
+def load_plain(path: Path, *, trusted: bool = False, advice: str = "") -> Any:
+    """The content of a file of `torch.save`, on the CPU.
+
+    Raises:
+        CheckpointError: the file holds other objects than plain data and is not `trusted`, or it
+            cannot be read.
+    """
+    try:
+        with open_file(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds objects, and reading them may run code, or it is damaged. {advice}"
+        ) from error
+    except Exception as error:  # torch raises anything for a damaged file
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}. {advice}") from error
+
+
 def read_values(path: Path, *, trusted: bool) -> dict[str, Any]:
     """The values of a file of `torch.save`.
 
@@ -105,26 +131,30 @@ def read_values(path: Path, *, trusted: bool) -> dict[str, Any]:
         CheckpointError: the file holds other objects than plain data and is not `trusted`, or it
             is no such file.
     """
-    try:
-        values = torch.load(path, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds objects, and reading them may run code. Checkpoints of autopar before "
-            "0.1 do: if nobody else could write this folder, call resume(trusted=True) once, and "
-            "the next save is plain."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+    values = load_plain(path, trusted=trusted, advice=_TRUST)
     if not isinstance(values, dict) or not values.keys() >= set(PARTS):
         raise CheckpointError(f"{path} is not of a checkpoint of autopar: give another folder")
     return values
 
 
+class _RegularFiles(FileSystem):
+    """Files on disk that are regular."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with open_file(Path(path)) as file:
+            yield cast(io.IOBase, file)
+
+
 class PlainReader(FileSystemReader):
     """A reader of a checkpoint whose index is data."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _RegularFiles()
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
+        with open_file(Path(self.path) / ".metadata") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
         for entry in (metadata.storage_data or {}).values():
             if Path(entry.relative_path).name != str(entry.relative_path):

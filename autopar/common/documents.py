@@ -7,7 +7,6 @@ error names the file, the path of the field and its value.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -17,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from autopar.common.checks import MAX_RANKS, short_repr
+from autopar.common.files import read_json
 from autopar.errors import AutoparError
 
 T = TypeVar("T")
@@ -52,13 +52,9 @@ def load(path: str | Path, what: str, error: type[AutoparError]) -> Any:
     if not isinstance(path, (str, Path)):
         raise error(f"path={short_repr(path)}: give the name of a file")
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return read_json(path)
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}") from failure
-    except RecursionError as failure:
-        raise error(
-            f"{path} is not a {what}: $ is nested deeper than {MAX_DEPTH} levels"
-        ) from failure
     except ValueError as failure:
         raise error(f"{path} is not a {what}, or not JSON: {failure}") from failure
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, recursively_apply
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 from autopar.api import compile
+from autopar.checkpoints.plain_data import load_plain
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import StrategyError
 from autopar.integrations.loaders import whole_batches
@@ -25,6 +25,7 @@ from autopar.integrations.rows import gather_results
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.parameters.safetensors_files import read_whole
 
 ReadResult = Callable[[Any, Any, Any, Any], Any]
 """Takes a compiled model, the arguments of its call and its result; returns the loop's result."""
@@ -219,8 +220,8 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
         if isinstance(model, DistributedModule):
             file = Path(folder, f"{SAFE_MODEL_NAME}{ending}.safetensors")
             if file.exists():
-                state = load_file(file)
+                state = read_whole(file)
             else:
-                state = torch.load(Path(folder, f"{MODEL_NAME}{ending}.bin"), weights_only=True)
+                state = load_plain(Path(folder, f"{MODEL_NAME}{ending}.bin"))
             model.load_full_state_dict(state, strict=False)  # tied tensors are saved once
             del models[index]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +21,9 @@ from autopar.cost_model.measurement.sampling import Layouts
 FACTOR = 2.0
 """Factor by which a time may exceed its error bar."""
 
+_KIND = "clusters"  # of files in the cache
 _TRIALS = 3
 _LONGEST_S = 0.02  # longest time that the check repeats
-
-
-def _path(facts: Mapping[str, Any]) -> Path:
-    return disk_cache.cache_directory() / "clusters" / f"{disk_cache.digest(facts)}.json"
 
 
 def read_cluster(facts: Mapping[str, Any]) -> tuple[Cluster, float] | None:
@@ -41,13 +37,13 @@ def read_cluster(facts: Mapping[str, Any]) -> tuple[Cluster, float] | None:
         budget_s = disk_cache.check_numbers({"budget_s": data["budget_s"]})["budget_s"]
         return Cluster.from_dict(data["cluster"]), budget_s
 
-    return disk_cache.read_cached(_path(facts), parse)
+    return disk_cache.read_cached(_KIND, facts, parse)
 
 
 def write_cluster(facts: Mapping[str, Any], cluster: Cluster, budget_s: float) -> None:
     """Replaces the cached cluster; warns if that fails."""
     data = {"schema": SCHEMA_VERSION, "facts": dict(facts), "budget_s": budget_s}
-    disk_cache.write_json(_path(facts), {**data, "cluster": cluster.to_dict()})
+    disk_cache.write_cached(_KIND, facts, {**data, "cluster": cluster.to_dict()})
 
 
 def deviation(bench: Bench, cluster: Cluster, layouts: Layouts) -> str | None:

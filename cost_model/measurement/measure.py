@@ -6,6 +6,7 @@ and broadcasts them, so the ranks never diverge.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
@@ -47,6 +48,8 @@ SIZES = (*(KIB * 4**power for power in range(8)), 32 * MIB)
 """1 KiB to 16 MiB in powers of 4, and 32 MiB."""
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_", "GLOO_", "UCX_")
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,11 @@ def _check_list(name: str, value: Any) -> None:
         raise argument_error(name, value, "give a list or tuple, not an empty one", ClusterError)
 
 
+def _environment() -> dict[str, str]:
+    """Variables that decide how fast collectives are."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)}
+
+
 def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> Cluster:
     hosts = bench.gather((asdict(Host.here()), device_name(bench.device)))
     nodes = bench.gather(node_id())
@@ -183,6 +191,9 @@ def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> 
     facts |= {"dtype": request.dtype, "pieces": MAX_CHUNKS}
     if bench.backend == "nccl":
         facts["nccl"] = list(torch.cuda.nccl.version())
+    environments = bench.gather(_environment())
+    if any(environments):
+        facts["environments"] = environments
     ranks_per_node = block_of(nodes)
     wanted = request.layouts(bench.world_size, ranks_per_node)
     reads = request.cache and not request.fresh

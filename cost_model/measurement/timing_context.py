@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host, device_name
+from autopar.cost_model.kernels.origin import without_foreign
 from autopar.cost_model.kernels.settings import kernel_settings
+
+_KIND = "operators"  # of files in the cache
+_FIGURES = ("seconds", "flops", "nbytes", "host_s")
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,13 @@ def read_times(setting: TimingContext) -> tuple[dict[str, Timing], dict[str, flo
     def parse(data: Any) -> tuple[dict[str, Timing], dict[str, float]]:
         if data["setting"] != setting.facts():
             return {}, {}
-        for fields in data["times"].values():
-            disk_cache.check_numbers(
-                {name: fields[name] for name in ("seconds", "flops", "nbytes")}
-            )
-        times = {key: Timing(**fields) for key, fields in data["times"].items()}
+        times = msgspec.convert(data["times"], dict[str, Timing])
+        for timing in times.values():
+            disk_cache.check_numbers({name: getattr(timing, name) for name in _FIGURES})
         return times, disk_cache.check_numbers(data.get("alone", {}))
 
-    return disk_cache.read_cached(_path(setting), parse) or ({}, {})
+    times, alone = disk_cache.read_cached(_KIND, setting.facts(), parse) or ({}, {})
+    return without_foreign(times), without_foreign(alone)
 
 
 def write_times(
@@ -91,11 +94,7 @@ def write_times(
     kept, kept_alone = read_times(setting)
     data = {
         "setting": setting.facts(),
-        "times": {key: asdict(timing) for key, timing in {**kept, **times}.items()},
-        "alone": {**kept_alone, **alone},
+        "times": {k: asdict(timing) for k, timing in without_foreign({**kept, **times}).items()},
+        "alone": without_foreign({**kept_alone, **alone}),
     }
-    disk_cache.write_json(_path(setting), data)
-
-
-def _path(setting: TimingContext) -> Path:
-    return disk_cache.cache_directory() / "operators" / f"{disk_cache.digest(setting.facts())}.json"
+    disk_cache.write_cached(_KIND, setting.facts(), data)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +20,14 @@ from torch import fx
 from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host, device_name
 from autopar.cost_model.kernels.aliases import computes
+from autopar.cost_model.kernels.origin import without_foreign
 from autopar.cost_model.kernels.settings import kernel_settings
 from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.kernels.timing import operator_bytes, operator_limit, runnable
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.ir.graph import TrainingGraph
+
+_KIND = "scratch"  # of files in the cache
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class Workspace:
         """Writes the bytes to the cache, merged with those of other processes."""
         if not disk_cache.writes_for_host():
             return
-        nbytes = {**_cached(self.setting), **self.nbytes}
-        disk_cache.write_json(_path(self.setting), {"setting": self.setting, "nbytes": nbytes})
+        nbytes = without_foreign({**_cached(self.setting), **self.nbytes})
+        disk_cache.write_cached(_KIND, self.setting, {"setting": self.setting, "nbytes": nbytes})
 
     def of(self, node: fx.Node) -> int:
         """Bytes that an operator allocates beyond its results; 0 if it was not run."""
@@ -123,14 +125,10 @@ def _measure(node: fx.Node, device: str) -> int | None:
     return None if allocated is None else max(0, allocated.peak - allocated.retained)
 
 
-def _path(setting: Mapping[str, Any]) -> Path:
-    return disk_cache.cache_directory() / "scratch" / f"{disk_cache.digest(setting)}.json"
-
-
 def _cached(setting: Mapping[str, Any]) -> dict[str, int]:
     """The bytes in the cache of this setting."""
 
     def parse(data: Any) -> dict[str, int]:
         return disk_cache.check_numbers(data["nbytes"]) if data["setting"] == setting else {}
 
-    return disk_cache.read_cached(_path(setting), parse) or {}
+    return without_foreign(disk_cache.read_cached(_KIND, setting, parse) or {})

@@ -14,6 +14,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from statistics import median
 
+from autopar.common.files import read_file
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
@@ -118,7 +119,7 @@ def read_tables(
     """
     path = Path(path)
     try:
-        runs = parse(path.read_text())
+        runs = parse(read_file(path).decode("utf-8"))
         if not runs:
             raise ClusterError("no table of nccl-tests: no line of '# size count type ... time'")
         for run in runs:
@@ -127,6 +128,8 @@ def read_tables(
             run.least_bytes = run.least_bytes if least_bytes is None else least_bytes
             run.source = run.source or path.name
         return [_table(run, ranks_per_node) for run in runs]
+    except OSError as error:
+        raise ClusterError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ClusterError(f"{path}: not text: {error}") from error
     except ClusterError as error:

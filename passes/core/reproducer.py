@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensor, FakeTensorMode, OpOverload
+from autopar.common.files import read_json
 from autopar.common.notices import NumericsNote
 from autopar.errors import PassError
 from autopar.ir.graph import TrainingGraph
@@ -107,7 +108,7 @@ def load(path: str | Path) -> Reproducer:
         PassError: the file is no reproducer, or a pass in it is unknown.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = read_json(path)
         pipeline = PassPipeline.parse("\n".join(document["pipeline"]))
         graph = _load_graph(document["nodes"], document["graph"])
         return Reproducer(graph, pipeline, document["error"])

@@ -1,6 +1,8 @@
-"""Cache files that are damaged count as absent, with one warning."""
+"""Cache files that are damaged or cannot be read count as absent, with one warning."""
 
 import json
+import os
+import stat
 import warnings
 from pathlib import Path
 
@@ -9,12 +11,13 @@ import torch
 
 from autopar.common import notices
 from autopar.cost_model.cluster.cluster import SCHEMA_VERSION, Cluster
+from autopar.cost_model.disk_cache import cache_file, read_cached, write_cached
 from autopar.cost_model.measurement import cluster_cache as kept
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.memory.workspace import Workspace
+from autopar.errors import MeasurementWarning
 from autopar.ir.roles import Input, Output
-from autopar.passes.rules.loops import Operator
-from autopar.passes.rules.proof import probing
+from tests.cost_model.kernels.replaced import replaced
 from tests.cost_model.sketch import Sketch, aten
 
 FACTS = {"machine": "this one"}
@@ -42,22 +45,14 @@ def _clusters() -> object:
     return kept.read_cluster(FACTS)
 
 
-def _probes() -> object:
-    x = torch.rand(6, 4, 4)
-    return probing.probe_loops(Operator(aten.diagonal_copy.default, (x, 0, 1, 2), {}, (x[:, 0],)))
-
-
-USERS = {"operators": _operators, "scratch": _scratch, "clusters": _clusters, "probes": _probes}
+USERS = {"operators": _operators, "scratch": _scratch, "clusters": _clusters}
 
 
 def _mangled(text: str) -> dict[str, str | bytes]:
     """The file in every way in which it may be found damaged."""
     odd = json.loads(text)
-    if isinstance(odd, list):
-        odd[0]["size"] += 1
-    else:
-        table = next(odd[name] for name in ("times", "nbytes", "cluster") if name in odd)
-        table["odd"] = float("nan")
+    table = next(odd[name] for name in ("times", "nbytes", "cluster") if name in odd)
+    table["odd"] = float("nan")
     return {
         "empty": "",
         "cut short": text[: len(text) // 2],
@@ -92,6 +87,73 @@ def test_damaged_files_are_told_once_and_replaced(
             assert USERS[kind]() == want, how  # replaced
         assert len(whole) // 2 < len(path.read_bytes()), how
     assert [file for file in tmp_path.rglob("*") if file.suffix == ".tmp"] == []
+
+
+def test_a_cache_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+    monkeypatch.delenv("AUTOPAR_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["nobody"])
+    assert read_cached("clusters", FACTS, dict) is None
+    with pytest.warns(MeasurementWarning, match="set HOME, or AUTOPAR_CACHE to a folder"):
+        write_cached("clusters", FACTS, {})
+
+
+def test_a_file_of_another_user_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    before = os.umask(0o027)
+    write_cached("clusters", FACTS, {"a": 1})
+    os.umask(before)
+    path = cache_file("clusters", FACTS)
+    assert stat.filemode(path.stat().st_mode) == "-rw-r-----", "a group may share the folder"
+    assert read_cached("clusters", FACTS, dict) == {"a": 1}
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("autopar.common.files.os.open", refuse)
+        with pytest.warns(MeasurementWarning) as said:
+            assert read_cached("clusters", FACTS, dict) is None
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(MeasurementWarning) as of_pipe:
+        assert read_cached("clusters", FACTS, dict) is None
+    for (warning,), why in ((said, "(Permission denied)"), (of_pipe, "(not a regular file)")):
+        assert f"cannot read {path}, a file of its cache {why}" in str(warning.message)
+
+
+@torch.library.custom_op("autopar_kept::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_times_of_foreign_kernels_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's operator, and one of torch's with a kernel of the user."""
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    g = Sketch()
+    x = g.take(Input(0), 8)
+    made = [g.call(op, x) for op in (aten.sin.default, aten.cos.default)]
+    foreign = g.call(torch.ops.autopar_kept.twice.default, x)
+    graph = g.give({Output(i): each for i, each in enumerate((*made, foreign))})
+
+    def kept() -> list[str]:
+        OperatorTimes.load("cpu").measure([graph]).save()
+        return sorted(key.partition("(")[0] for key in OperatorTimes.load("cpu").times)
+
+    assert kept() == ["aten.cos.default", "aten.sin.default", "dispatch"]
+    with replaced("cos"):
+        assert kept() == ["aten.sin.default", "dispatch"]
+    assert kept() == ["aten.cos.default", "aten.sin.default", "dispatch"]
 
 
 def test_a_cluster_of_another_schema_is_passed_over_in_silence(

@@ -1,6 +1,8 @@
 """`load_pretrained`: shards from safetensors files, reading only what a rank keeps."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.parameters.safetensors_files import INDEX, SafetensorsFiles
 from tests.harness.models import MODELS
 from tests.harness.training import close, fixed, whole_state
 from tests.harness.worlds import run
@@ -176,3 +179,91 @@ def test_values_are_cast(tmp_path: Path) -> None:
     autopar.load_pretrained(model, tmp_path)
     want = trained().state_dict()
     assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+
+
+WHOLE = {k: v for k, v in trained().state_dict().items() if k != "head.weight"}
+
+
+def _cut_short(folder: Path) -> None:
+    file = folder / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def _without_header(folder: Path) -> None:
+    (folder / "model-1.safetensors").write_bytes(b"\xff" * 64)
+
+
+def _a_pipe(folder: Path) -> None:
+    (folder / "model-1.safetensors").unlink()
+    os.mkfifo(folder / "model-1.safetensors")
+
+
+def _a_pipe_as_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    os.mkfifo(folder / INDEX)
+
+
+def _moved(folder: Path) -> Path:
+    """The second file of a folder, moved out of it."""
+    outside = folder.parent / "outside.safetensors"
+    (folder / "model-1.safetensors").rename(outside)
+    return outside
+
+
+def _a_link_outside(folder: Path) -> None:
+    (folder / "model-1.safetensors").symlink_to(_moved(folder))
+
+
+def _a_link_in_a_circle(folder: Path) -> None:
+    (folder / "model-1.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to("model-1.safetensors")
+
+
+def _named(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        _moved(folder)
+        text = (folder / INDEX).read_text()
+        (folder / INDEX).write_text(text.replace("model-1.safetensors", name))
+
+    return change
+
+
+def _text(content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / INDEX).write_text(content) and None
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (_cut_short, r"model-1\.safetensors cannot be read"),
+        (_without_header, r"model-1\.safetensors cannot be read"),
+        (_a_pipe, "not a regular file"),
+        (_a_pipe_as_index, "not a regular file"),
+        (_a_link_outside, "leads out of the folder"),
+        (_a_link_in_a_circle, "is no file"),
+        (_named("../outside.safetensors"), "leads out of the folder"),
+        (_named("/etc/hostname"), "leads out of the folder"),
+        (_named(r"\ud800"), "is no file"),
+        (_text("[" * 100_000), "nested deeper"),
+        (_text('{"weight_map": {"norm.bias": 3}}'), "Expected `str`, got `int`"),
+        (_text("{}"), "weight_map"),
+    ],
+)
+def test_broken_files_are_told(tmp_path: Path, broken: Callable[[Path], None], told: str) -> None:
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    broken(save_sharded(WHOLE, folder))
+    with pytest.raises(autopar.CheckpointError, match=told):
+        SafetensorsFiles.find(folder)
+
+
+def test_the_cache_of_hugging_face_links_to_blobs(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "main" / "weights"
+    folder.mkdir(parents=True)
+    save_sharded(WHOLE, folder)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../../blobs/{number}")
+    assert SafetensorsFiles.find(folder).files.keys() == WHOLE.keys()
+    assert SafetensorsFiles.find(folder / INDEX).files.keys() == WHOLE.keys()

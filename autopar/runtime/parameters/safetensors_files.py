@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import StrategyError
+from autopar.common.files import open_file, read_json
+from autopar.errors import CheckpointError, StrategyError
+from autopar.formatting import first_line
 from autopar.runtime.parameters.distribute import local_part
 from autopar.runtime.parameters.strided_shard import chunks
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+CACHED = "snapshots"
+"""Folder of the revisions of a model in the cache of Hugging Face."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class SafetensorsFiles:
 
         Raises:
             StrategyError: there is no such file, or the index names tensors that files lack.
+            CheckpointError: a file is damaged, is no regular file, or lies outside of the folder.
         """
         paths = _files_at(Path(path))
         shapes: dict[str, torch.Size] = {}
@@ -71,36 +78,82 @@ def _read(opened: Any, name: str, target: Tensor) -> None:
         part.copy_(values[tuple(slice(begin, begin + size) for begin, size in place)])
 
 
-def _opened(file: Path) -> Any:
+def read_whole(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, by name.
+
+    Raises:
+        CheckpointError: the file is damaged, or is no regular file.
+    """
+    with _opened(file) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise StrategyError(
             "load_pretrained needs safetensors: pip install 'autopar[safetensors]'."
         ) from error
-    return safe_open(str(file), framework="pt")
+    try:
+        with open_file(file), safe_open(str(file), framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {first_line(error)}. Fetch or save it again."
+        ) from error
 
 
 def _files_at(path: Path) -> dict[Path, list[str] | None]:
     """The files at a path, with the names of the tensors to read; None for all."""
     if path.is_dir():
-        found = [path / INDEX] if (path / INDEX).is_file() else sorted(path.glob("*.safetensors"))
+        found = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if len(found) > 1:
             found = [file for file in found if file.name == SINGLE]
         if not found:
             raise StrategyError(
                 f"{path} has no {INDEX}, no {SINGLE} and not exactly one other .safetensors file."
             )
-        path = found[0]
-    if not path.is_file():
+        path = _inside(path, found[0].name)
+    if not path.exists():
         raise StrategyError(f"there is no file or folder {path} on this rank.")
     if path.suffix != ".json":
         return {path: None}
+    names_of: dict[str, list[str]] = {}
+    for name, file in _read_index(path).items():
+        names_of.setdefault(file, []).append(name)
+    return {_inside(path.parent, file): names for file, names in names_of.items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor in a sharded index of Hugging Face."""
     try:
-        index: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StrategyError(f"{path} is no index of safetensors: it has no weight_map.") from error
-    return {
-        path.parent / file: [name for name, other in index.items() if other == file]
-        for file in dict.fromkeys(index.values())
-    }
+        return msgspec.convert(read_json(path), _Index).weight_map
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no index of safetensors: {first_line(error)}. Fetch or save it again."
+        ) from error
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of a folder, whose content may name it or link it.
+
+    A link may lead to the folder, or to the `blobs` of the cache of Hugging Face that holds it:
+    `blobs` and `snapshots/REVISION` lie side by side there.
+    """
+    folder = folder.resolve()
+    stores = [p.parents[1] / "blobs" for p in (folder, *folder.parents) if p.parent.name == CACHED]
+    try:
+        target = (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, half a pair, a circle of links
+        raise CheckpointError(f"{name!r} in {folder} is no file: save the folder again.") from error
+    if Path(name).name != name or not any(map(target.is_relative_to, (folder, *stores))):
+        raise CheckpointError(
+            f"{name!r} in {folder} leads out of the folder, to {target}: put the file itself there."
+        )
+    return folder / name

@@ -5,9 +5,9 @@ operand. The oracle runs the operator on shards of small random tensors; a hypot
 correct for 2 and for 3 ranks is a loop with equal chunks. Operators that draw random numbers, write
 to operands, have data-dependent shapes, or take integers for places or bytes, stay whole.
 
-Loops of torch's own operators are cached on disk, by the version of torch. Other operators may
-compute something else in the next process under the same name, and nothing public tells their
-kernels. Their loops are cached in this process only.
+Loops are kept in this process only, as long as it registers no kernel. In the next one an operator
+may compute something else under the same name, even one of torch's own: anybody may replace its
+kernel, or that of an operator which it calls.
 
 Operators run on the model's device, or else on another one that is here. Those with a kernel for
 none of them stay whole, too, with a warning.
@@ -16,15 +16,21 @@ none of them stay whole, too, with a warning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice, product
 from typing import Any
 
 import torch
 
-from autopar._torch import FakeTensorMode, OpOverload, decomposition, pytree
+from autopar._torch import (
+    FakeTensorMode,
+    OpOverload,
+    decomposition,
+    python_kernels,
+    pytree,
+    registrations_of,
+)
 from autopar.common.notices import warn_once
-from autopar.cost_model.disk_cache import cache_directory, digest, read_cached, write_json
 from autopar.cost_model.kernels.random_inputs import takes_any
 from autopar.errors import MeasurementWarning
 from autopar.ir.placement import OpStrategy
@@ -41,7 +47,6 @@ OWN = ("aten", "prims")
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-_FACTS = {"torch": torch.__version__, "commit": torch.version.git_version, "schema": "6"}
 _MAX_HYPOTHESES = 200  # for each dim of the result
 _UNFIT = (
     torch.Tag.nondeterministic_seeded,
@@ -58,30 +63,22 @@ def probe_loops(operator: Operator) -> list[Loop]:
     def text(leaf: Any) -> Any:
         return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
 
-    arguments = pytree.tree_map(text, (operator.args, operator.kwargs))
-    named = str((str(operator.target), str(operator.target._schema), arguments))
-    facts, is_own = {"operator": named, **_FACTS}, operator.target.namespace in OWN
-    if digest(facts) in _REFUSED:
+    arguments = str(pytree.tree_map(text, (operator.args, operator.kwargs)))
+    kernels = registrations_of(operator.target.name()), hash(frozenset(python_kernels))
+    asked: _Question = operator.target, arguments, kernels
+    if asked in _REFUSED:
         return []
     errors: dict[str, str] = {}
     for device in _devices(operator):
-        known = facts if device == "cpu" else {**facts, "device": device}
-        key = operator.target, digest(known)
-        path = cache_directory() / "probes" / f"{digest(known)}.json"
-        loops = _FOUND.get(key)
-        if loops is None and is_own:
-            loops = read_cached(path, lambda data: [_loop(operator, **fields) for fields in data])
+        loops = _FOUND.get((device, asked))
         if loops is None:
             loops, error = _probe(operator, device)
-            if not is_own and error is not None:  # perhaps another device runs it
+            if operator.target.namespace not in OWN and error is not None:
                 errors[device] = f"on {device}: {type(error).__name__}: {str(error)[:200]}"
-                continue
-            if is_own:
-                write_json(path, [asdict(loop) for loop in loops])
-            else:
-                _FOUND[key] = loops
+                continue  # perhaps another device runs it
+            _FOUND[device, asked] = loops
         return [*loops]
-    _REFUSED.add(digest(facts))
+    _REFUSED.add(asked)
     warn_once(
         MeasurementWarning,
         f"{operator.target} cannot run here, so autopar does not learn how to divide it: it stays "
@@ -91,11 +88,14 @@ def probe_loops(operator: Operator) -> list[Loop]:
     return []
 
 
-_FOUND: dict[tuple[OpOverload, str], list[Loop]] = {}
-"""Loops found in this process, by operator and digest, of operators that are not torch's own."""
+_Question = tuple[OpOverload, str, tuple[str, int]]
+"""An operator, its arguments with shapes for tensors, and the kernels registered for it and all."""
 
-_REFUSED: set[str] = set()
-"""Digests of the operators that run on no device of this process."""
+_FOUND: dict[tuple[str, _Question], list[Loop]] = {}
+"""Loops found in this process, by device."""
+
+_REFUSED: set[_Question] = set()
+"""Operators that run on no device of this process."""
 
 
 def _devices(operator: Operator) -> list[str]:
@@ -124,20 +124,6 @@ def can_be_probed(operator: Operator) -> bool:
     if has_unsafe and not takes_any(target, operator.operands):
         return False
     return all(isinstance(t, torch.Tensor) and t.dim() > 0 for t in operator.results)
-
-
-def _loop(operator: Operator, operands: list[Any], results: list[Any], **fields: Any) -> Loop:
-    """A loop read from disk; raises ValueError if the operator has no such loop."""
-
-    def at(cached: Any) -> Any:
-        return DimAccess(**cached) if isinstance(cached, dict) else cached
-
-    loop = Loop(operands=tuple(map(at, operands)), results=tuple(map(at, results)), **fields)
-    tensors = (*operator.operands, *operator.results)
-    places: Any = zip((*loop.operands, *loop.results), tensors, strict=True)
-    if loop.lowering or any(at and tensor.shape[at.dim] != loop.size for at, tensor in places):
-        raise ValueError(f"{operator.target} has no loop of {loop.size}")
-    return loop
 
 
 # -- small tensors of the same structure -------------------------------------------------------

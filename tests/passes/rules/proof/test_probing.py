@@ -1,7 +1,7 @@
-"""Probing of operators without a rule, and its cache on disk."""
+"""Probing of operators without a rule, and how long its loops are kept."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
 from autopar.passes.rules.notes import unsupported_notes
 from autopar.passes.rules.proof import oracle, probing
 from autopar.passes.rules.proof.oracle import is_correct, run_operator
+from tests.cost_model.kernels.replaced import replaced
 from tests.harness.fake_cuda import FakeCuda
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def test_two_operands_sharded_together() -> None:
     }
 
 
-def test_loops_are_cached_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_are_kept_in_this_process(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = called(aten.trace.default, torch.rand(6, 6))
     assert probing.probe_loops(operator) == []  # a scalar
     operator = called(aten.diagonal_copy.default, torch.rand(6, 6, 6))
@@ -70,7 +71,35 @@ def test_loops_are_cached_on_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) 
     assert first
     monkeypatch.setattr(probing, "is_correct", lambda *_: pytest.fail("the operator ran again"))
     assert probing.probe_loops(operator) == first
-    assert len(list(shelf.glob("probes/*.json"))) == 1
+    assert not list(shelf.iterdir()), "the next process may have another kernel"
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("replaced_name", "kernel"),
+    [
+        ("_cdist_forward", lambda a, b, *_: _mixed((a[:, :, None] - b[:, None]).norm(dim=-1))),
+        ("copy_", lambda x, source, *_: x.set_(_mixed(source).reshape(x.shape))),
+    ],
+    ids=["its own", "one it calls"],
+)
+def test_operators_with_a_kernel_of_the_user_are_probed_again(
+    replaced_name: str, kernel: Callable[..., torch.Tensor]
+) -> None:
+    """`diagonal_copy` calls `copy_`; both kernels mix the rows."""
+    arguments = (torch.rand(6, 4, 5), torch.rand(6, 3, 5), 2.0, None)
+    operator = called(aten._cdist_forward.default, *arguments)
+    if replaced_name == "copy_":
+        operator = called(aten.diagonal_copy.default, torch.rand(6, 4, 4), 0, 1, 2)
+    first = probing.probe_loops(operator)
+    assert any(loop.results[0] == DimAccess(0) for loop in first)
+    with replaced(replaced_name, kernel):
+        again = probing.probe_loops(operator)
+    assert not any(loop.results[0] == DimAccess(0) for loop in again)
+    assert probing.probe_loops(operator) == first
 
 
 def test_a_custom_operator_that_changed_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +187,6 @@ def test_operators_of_a_gpu_stay_whole_elsewhere_and_are_named_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert probing.probe_loops(operator) == []
-    assert not list(shelf.glob("probes/*")), "a process with a GPU will find its loops"
 
 
 def test_a_model_with_an_operator_of_a_gpu_is_planned(gpu_operator: object) -> None:
