@@ -58,7 +58,7 @@ def call(rank: int, world_size: int, rows: list[int], seeds: list[int], **option
 @pytest.mark.slow
 def test_too_few_rows() -> None:
     answers = run(call, 3, rows=[2, 2, 2], seeds=[0, 0, 0], expect_errors=True)
-    all_raise(answers, autopar.BatchError, "2 rows", "3 ranks", "drop_last=True")
+    all_raise(answers, autopar.BatchError, "2 rows", "3 ranks", "example_inputs")
 
 
 def test_different_batches_where_they_must_agree() -> None:

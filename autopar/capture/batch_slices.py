@@ -125,7 +125,8 @@ def capture_of_rank(
     """
     captures = {} if cache is None else cache
     device, parameters = device_of(model), describe_parameters(model)
-    shard = batch_shard_of(*flattened(example_inputs), mode=batch, rank=rank, ranks=ranks)
+    leaves, structure = flattened(example_inputs)
+    shard = batch_shard_of(leaves, structure, mode=batch, rank=rank, ranks=ranks, strict=True)
     shard = shard.split_micro_batches(micro_batches)[0]
     slices = replace(shard.slices, over_time=shard.slices.over_time or in_time)
 

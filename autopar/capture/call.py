@@ -115,6 +115,11 @@ class BatchShard:
     rows: int
     slices: BatchSlices
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether an argument has rows that the ranks share."""
+        return any(dim is not None for dim in self.call.row_dims)
+
     def split_micro_batches(self, count: int) -> list[BatchShard]:
         """Splits the shard into equal micro-batches.
 
@@ -153,17 +158,19 @@ def batch_shard_of(
     static: Sequence[str] = (),
     shares: tuple[float, ...] = (),
     stated: StatedRows | None = None,
+    strict: bool = False,
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
     `stated` says which dims are rows. Otherwise their number is the size of dim 0 of the first
     tensor with a dim, and dim 0 of every tensor with this size is the batch dim. `static` names
     keyword arguments that every rank has whole, with their values. Rows are divided in proportion
-    to `shares`, evenly without any.
+    to `shares`, evenly without any. Every rank gets all rows if there are fewer than ranks, unless
+    `strict`.
 
     Raises:
-        BatchError: fewer rows than ranks, a static argument that is no tensor of numbers, or
-            stated rows that the arguments do not have.
+        BatchError: a static argument that is no tensor of numbers, stated rows that the arguments
+            do not have, or fewer rows than ranks under `strict`.
     """
     held: tuple[int, ...] = ()
     known = _places(leaves, structure, static) if static else set()
@@ -180,13 +187,13 @@ def batch_shard_of(
         rows, global_rows, begin = 1, ranks, 0
     elif mode == "local" or ranks == 1:
         rows, global_rows, begin = batch_rows, batch_rows * ranks, 0
+    elif batch_rows < ranks and not strict:
+        # too few rows to share: every rank computes all of them, as it does what has no rows
+        dims = (None,) * len(leaves)
+        rows, global_rows, begin = 1, ranks, 0
     else:
         if batch_rows < ranks:
-            raise BatchError(
-                f"a batch of {batch_rows} rows cannot be split over {ranks} ranks: every rank "
-                f"needs a row. Give at least {ranks} rows, drop the last small batch "
-                "(drop_last=True), or run fewer ranks."
-            )
+            raise BatchError(_too_few(batch_rows, ranks))
         rows_of_ranks = rows_of_parts(batch_rows, ranks, shares)
         held = () if rows_of_ranks == even_rows(batch_rows, ranks) else rows_of_ranks
         rows, global_rows, begin = rows_of_ranks[rank], batch_rows, sum(rows_of_ranks[:rank])
@@ -203,6 +210,21 @@ def batch_shard_of(
         BatchSlices(ranks, rank, global_rows, held=held),
     )
     return BatchShard(call, tensors, rows, slices)
+
+
+def _too_few(rows: int, ranks: int) -> str:
+    """Says that a plan cannot split so few rows, and what can."""
+    size = "one row" if rows == 1 else f"{rows} rows"
+    advice = (
+        f"give example_inputs with at least {ranks} rows, as most batches have, or run fewer "
+        "ranks. Later batches may be smaller."
+    )
+    if rows == 1:
+        advice += (
+            f" If sequences are packed into one row, split its tokens by Strategy(cp={ranks}), or "
+            "let each rank bring a packed row of its own: batch='local'."
+        )
+    return f"a batch of {size} cannot be split over {ranks} ranks, and a plan needs that: {advice}"
 
 
 def _first_dims(leaves: Sequence[Any], known: set[int]) -> tuple[int | None, ...]:
@@ -239,7 +261,9 @@ def last_part(inputs: Any, parts: int) -> Any:
         BatchError: fewer rows than parts.
     """
     leaves, structure = flatten(inputs)
-    shard = batch_shard_of(leaves, structure, mode="global", rank=parts - 1, ranks=parts)
+    shard = batch_shard_of(
+        leaves, structure, mode="global", rank=parts - 1, ranks=parts, strict=True
+    )
     tensors = iter(shard.tensors)
     rows = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
     return pytree.tree_unflatten(rows, structure)

@@ -26,7 +26,7 @@ from autopar.capture.values.constant_values import ConstantValues, Reading
 from autopar.capture.values.known_values import KnownValues
 from autopar.common.containers import flatten, hidden_tensors
 from autopar.common.deadline import check_time
-from autopar.errors import ModelError
+from autopar.common.unreturned import Unreturned
 from autopar.ir.graph import ParameterInfo
 
 
@@ -172,13 +172,10 @@ class TracedCall(nn.Module):
         if written := writes_of(self.effects):
             result = (result, list(written.values()))
         leaves, self.structure = flatten(result)
-        for leaf in leaves:
-            if hidden_tensors(leaf):
-                raise ModelError(
-                    f"{type(self.model[0]).__name__} returns a {type(leaf).__qualname__}, whose "
-                    "tensors autopar cannot see: return tensors, or a tuple, list, dict, "
-                    "dataclass or SimpleNamespace of them."
-                )
+        name = type(self.model[0]).__name__
+        leaves = [
+            Unreturned(name, type(x).__qualname__) if hidden_tensors(x) else x for x in leaves
+        ]
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)

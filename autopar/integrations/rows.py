@@ -58,7 +58,7 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         stated=model._options.rows,
     )
     rows = shard.slices.sizes
-    if parts == 1 or shard.rows == shard.slices.rows:
+    if parts == 1 or not shard.has_rows:
         return result
     leaves, structure = flatten(result)
     sources = tuple(model.ranks_of_rows)

@@ -198,6 +198,7 @@ class PlannedModule(nn.Module):
         else:
             load_now()
 
+    @torch.enable_grad()  # a plan is for training, though the first call may be an evaluation
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans for the arguments of a call, or falls back to torch's data parallelism."""
 
@@ -205,7 +206,7 @@ class PlannedModule(nn.Module):
             options = replace(
                 self._options, model_parallel_size=model_parallel_size, pp_size=pp_size
             )
-            shard = self._batch_shard(leaves, structure, options)
+            shard = self._batch_shard(leaves, structure, options, strict=True)
             return shard.split_micro_batches(micro_batches)[0]
 
         def capture(*sizes: int) -> Capture:
@@ -370,7 +371,11 @@ class PlannedModule(nn.Module):
         run_on_all_ranks(lambda: check_runs(model, leaves, structure, loss_fn, autocast, reason))
 
     def _batch_shard(
-        self, leaves: list[Any], structure: Any, options: Options | None = None
+        self,
+        leaves: list[Any],
+        structure: Any,
+        options: Options | None = None,
+        strict: bool = False,
     ) -> BatchShard:
         options = options or self._options
         index, ranks = options.dp_rank(rank()), options.dp_size
@@ -383,6 +388,7 @@ class PlannedModule(nn.Module):
             static=options.static,
             shares=options.row_shares,
             stated=options.rows,
+            strict=strict,
         )
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:

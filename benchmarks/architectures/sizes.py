@@ -23,7 +23,6 @@ SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": WIDTH // HEADS,
     "max_position_embeddings": 32,
-    "use_cache": False,
     **{f"{name}_token_id": place for place, name in enumerate(("pad", "bos", "eos", "cls", "sep"))},
 }
 """Settings that most configurations have under these names."""

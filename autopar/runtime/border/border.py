@@ -87,5 +87,5 @@ class Border:
         )
 
     def _rows_of(self, leaf: Any) -> Shard | None:
-        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-        return Shard(0) if has_rows and leaf.shape[0] == self.shard.rows else None
+        may_have_rows = self.shard.has_rows and isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        return Shard(0) if may_have_rows and leaf.shape[0] == self.shard.rows else None

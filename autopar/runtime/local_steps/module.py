@@ -179,6 +179,7 @@ class LocalStepsModule(DistributedModule):
             ranks=groups.count,
             static=options.static,
             stated=options.rows,
+            strict=True,
         )
 
     def _copy(self, memo: dict[int, Any]) -> Self:
