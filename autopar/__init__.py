@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autopar.environment import check_log_level
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -113,6 +114,7 @@ def __getattr__(name: str) -> Any:
     """Loads a public name on its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_log_level()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from autopar.common.checks import MAX_RANKS, count, nbytes, number, seconds, short_repr
 
@@ -48,6 +49,16 @@ def nodes(text: str) -> tuple[int, int]:
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a range such as 1:4")
     return found
+
+
+def endpoint(text: str) -> str:
+    """A host, or host:port, where the port is not 0."""
+    what = "HOST:PORT with a port from 1 to 65535"
+    parts = urlsplit(f"//{text}")
+    port = _read(lambda: parts.port, text, what)  # a ValueError beyond 65535
+    if not parts.hostname or port == 0 or parts.netloc != text:
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}")
+    return text
 
 
 def _read(read: Callable[[], T], text: str, what: str) -> T:

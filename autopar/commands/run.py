@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.commands.help_text import add_command
-from autopar.commands.option_types import limit_s, nodes, restarts, whole_seconds
-from autopar.commands.script import add_script, default_processes, threads_per_rank
-from autopar.elastic.run import Launch, run
+from autopar.commands.option_types import endpoint, limit_s, nodes, restarts, whole_seconds
+from autopar.commands.script import add_script, launch
 from autopar.errors import StrategyError
 
 
@@ -32,8 +31,10 @@ def add_to(commands: Any) -> None:
     add("--max-restarts", type=restarts, default=0, help="failures after which to start again")
     add("--log-dir", type=Path, metavar="DIR", help="files of each rank; shows rank 0's alone")
     add("--nnodes", type=nodes, default=(1, 1), metavar="MIN:MAX", help="number of machines")
-    add("--endpoint", default="", metavar="HOST:PORT", help="where machines meet: one of them")
-    add("--run-id", default="", help="name of this run, if others use the endpoint too")
+    told = "where machines meet: one of them, on a private network"
+    add("--endpoint", type=endpoint, metavar="HOST:PORT", help=told)
+    told = "name of this run, the same on all machines (default: made from the command)"
+    add("--run-id", default="", help=told)
     told = "seconds to save in after SIGTERM (default: %(default)g)"
     add("--grace", type=limit_s, default=120.0, metavar="S", help=told)
     told = "seconds to wait for enough machines (default: %(default)d)"
@@ -46,19 +47,16 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.nnodes[1] > 1 and not options.endpoint:
         raise StrategyError("--nnodes needs --endpoint HOST:PORT: one of the machines, a free port")
-    nproc = options.nproc or default_processes()
-    return run(
-        Launch(
-            [options.script, *options.rest],
-            nproc,
-            options.nnodes,
-            options.endpoint,
-            options.run_id,
-            options.max_restarts,
-            options.log_dir,
-            options.grace,
-            options.join,
-            options.silence,
-            threads_per_rank(nproc),
-        )
+    return launch(
+        options.script,
+        options.nproc,
+        options.rest,
+        nodes=options.nnodes,
+        endpoint=options.endpoint or "",
+        run_id=options.run_id,
+        max_restarts=options.max_restarts,
+        log_dir=options.log_dir,
+        grace_s=options.grace,
+        join_s=options.join,
+        silence_s=options.silence,
     )

@@ -1,4 +1,4 @@
-"""Scripts of the user: `load` calls make() of one, `launch` runs one as ranks through torchrun."""
+"""Scripts of the user: `load` calls make() of one, `launch` runs one as ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -17,6 +16,7 @@ import torch
 
 from autopar.commands.option_types import processes
 from autopar.cost_model.host import Host
+from autopar.elastic.run import Launch, run
 from autopar.errors import StrategyError
 
 MAKE = "script.py, or package.module, with make() -> (model, inputs); :NAME for another function"
@@ -104,14 +104,13 @@ def launch(
     nproc: int | None,
     rest: Sequence[str],
     environment: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> int:
     """Runs a script as `nproc` ranks that divide the cores; returns the exit status.
 
     `nproc` is None for one a GPU, or a core. The script "-m" runs the module at the start of
-    `rest`; `environment` is added to this one's.
+    `rest`; `environment` is added to this one's, and `options` are further ones of `Launch`.
     """
     nproc = nproc or default_processes()
-    variables = {**os.environ, **threads_per_rank(nproc), **(environment or {})}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(nproc), script, *rest]
-    return subprocess.run(command, env=variables, check=False).returncode
+    variables = {**threads_per_rank(nproc), **(environment or {})}
+    return run(Launch([script, *rest], nproc, environment=variables, **options))

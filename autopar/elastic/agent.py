@@ -6,11 +6,14 @@ they are killed. Ranks get SIGTERM only while all of them are alive: they save a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-import sys
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -22,7 +25,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from autopar._torch import rank_processes
-from autopar.elastic.rounds import Rounds
+from autopar.elastic.rounds import Rounds, say
+from autopar.waiting import TELL_S, awaited
 
 LEFT = 128 + signal.SIGTERM
 """Exit status of a rank, and of a launcher, that has saved and left because it was told to."""
@@ -53,11 +57,6 @@ class Failure:
         if self.code >= 0:
             return f"rank {self.rank} ended with exit status {self.code}"
         return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
-
-
-def say(text: str) -> None:
-    """Prints a line of the launcher."""
-    print(f"autopar run: {text}", file=sys.stderr, flush=True)
 
 
 class Agent(LocalElasticAgent):
@@ -102,6 +101,15 @@ class Agent(LocalElasticAgent):
         """Number of failures after which ranks start again."""
         return self._remaining_restarts
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        meet = partial(super()._rendezvous, worker_group)
+        awaited(meet, self.rounds.missing, self.rounds.limit_s, say)
+
+    def _exit_barrier(self) -> None:
+        with contextlib.suppress(TimeoutError):  # of a machine that has fallen silent
+            others = "the other machines to end"
+            awaited(super()._exit_barrier, lambda: others, EXIT_BARRIER_S, say)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """The state of the ranks; once one has failed, the others are ended."""
         codes = {number: each.poll() for number, each in rank_processes(self._pcontext).items()}
@@ -141,22 +149,36 @@ class Agent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGKILL, timeout: float | None = None
     ) -> None:
-        """Ends the ranks; one that gets a milder signal has `grace_s` seconds.
+        """Ends the ranks: at once by SIGKILL, within `grace_s` seconds by any milder signal.
 
-        Only ranks get the signal, not their data loaders' processes, which feed the last steps.
+        They get SIGTERM for Ctrl-C too: Python meets no SIGINT inside of torch or an import.
+        Only ranks get it, not their data loaders' processes, which feed the last steps.
         """
         if self._pcontext is None:
             return
-        processes = rank_processes(self._pcontext).values()
+        processes = rank_processes(self._pcontext)
         try:
             if death_sig != signal.SIGKILL:
-                for each in processes:
-                    each.send_signal(death_sig)
-                deadline = time.monotonic() + self._grace_s
-                while any(each.poll() is None for each in processes):
-                    if time.monotonic() > deadline:
-                        say(f"ranks did not leave within {self._grace_s:g} s and were killed")
-                        break
-                    time.sleep(0.05)
+                self._let_leave(processes)
         finally:
             self._pcontext.close(signal.SIGKILL, KILL_S)
+            for each in processes.values():
+                if each.poll():  # processes that it has started may hold its connections open
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(each.pid, signal.SIGKILL)
+
+    def _let_leave(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        """Tells the ranks to save and leave, and waits until they have."""
+        for each in processes.values():
+            each.send_signal(signal.SIGTERM)
+        start = told = time.monotonic()
+        while staying := [number for number, each in processes.items() if each.poll() is None]:
+            now = time.monotonic()
+            if now - start > self._grace_s:
+                say(f"ranks did not leave within {self._grace_s:g} s and were killed")
+                return
+            if now - told > TELL_S:
+                told, left_s = now, self._grace_s - (now - start)
+                ranks = [self._worker_group.workers[number].global_rank for number in staying]
+                say(f"waits for rank(s) {ranks} to save and leave, for {left_s:.0f} s at most")
+            time.sleep(0.05)

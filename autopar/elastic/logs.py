@@ -9,6 +9,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 TRACEBACK = "Traceback (most recent call last):"
 LINES = 40  # of an error that are shown
+TAIL_BYTES = 2**18  # of a log that are searched for it
 
 
 class RankLogs(LogsSpecs):
@@ -59,7 +60,26 @@ class RankLogs(LogsSpecs):
     def error_of(self, local_rank: int) -> str:
         """The last traceback that a rank wrote, or else its last lines; empty without a folder."""
         path = self.errors.get(local_rank)
-        lines = path.read_text(errors="replace").splitlines() if path else []
+        lines = last_lines(path) if path else []
         starts = [number for number, line in enumerate(lines) if TRACEBACK in line]
         shown = lines[starts[-1] :] if starts else lines
         return "\n".join(shown[-LINES:])
+
+    def trouble_of(self, local_rank: int) -> str:
+        """The reason why a rank can write no more to its log, such as a full disk; or empty."""
+        path = self.errors.get(local_rank)
+        if path is None:
+            return ""
+        try:
+            with path.open("ab") as log:
+                log.write(b"\n")
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        return ""
+
+
+def last_lines(path: Path) -> list[str]:
+    """The lines in the last `TAIL_BYTES` of a file; the first may be cut."""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return log.read(TAIL_BYTES).decode(errors="replace").splitlines()

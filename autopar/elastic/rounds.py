@@ -7,9 +7,13 @@ opens a new store, and all nodes hear of it.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from typing import Any
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -17,19 +21,28 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from autopar._torch import PrefixStore, TCPStore, nodes_present, skip_rendezvous_stacks
+from autopar.waiting import awaited
 
+DEFAULT_PORT = 29400
 HEARTBEAT_S = 1
 LAST_CALL_S = 3  # least seconds that a round waits for further nodes once there are enough
 STORE_TIMEOUT_S = 15
 
+T = TypeVar("T")
+
 NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable: torch tells the address of a round's first node in every round. Otherwise
 it does so once, and a node that joins later waits for it in vain."""
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher."""
+    print(f"autopar run: {text}", file=sys.stderr, flush=True)
 
 
 class Rounds(RendezvousHandler):
@@ -41,6 +54,7 @@ class Rounds(RendezvousHandler):
         is_single_node: whether other nodes never join.
         number: number of the running round, from 0.
         rejoin: whether this node wants another round.
+        limit_s: seconds that a meeting takes at most.
     """
 
     def __init__(
@@ -53,7 +67,7 @@ class Rounds(RendezvousHandler):
         join_s: int,
         silence_s: int,
     ) -> None:
-        self.is_host = is_host(endpoint)
+        last_call_s = max(LAST_CALL_S, silence_s // 2)
         params = RendezvousParameters(
             backend="c10d",
             endpoint=endpoint,
@@ -61,20 +75,27 @@ class Rounds(RendezvousHandler):
             min_nodes=nodes[0],
             max_nodes=nodes[1],
             local_addr=address,
-            is_host=self.is_host,
-            read_timeout=STORE_TIMEOUT_S,
             join_timeout=join_s,
-            last_call_timeout=max(LAST_CALL_S, silence_s // 2),
+            last_call_timeout=last_call_s,
             keep_alive_interval=HEARTBEAT_S,
             keep_alive_max_attempt=silence_s // HEARTBEAT_S,
         )
         skip_rendezvous_stacks()
-        backend, store = create_backend(params)
-        self._meeting = create_handler(store, backend, params)
-        self.address, self._size = address, 0
+        host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        listener = listen_at(host, port)
+        self.is_host = listener is not None
+        store = serve(host, listener) if listener is not None else connect(host, port)
+        self._meeting = create_handler(store, C10dRendezvousBackend(store, run_id), params)
+        self.address, self._endpoint, self._nodes, self._size = address, endpoint, nodes, 0
         self._server: TCPStore | None = None
         self.is_single_node = nodes == (1, 1)
         self.number, self.rejoin = -1, False
+        self.limit_s = float(join_s + last_call_s + 2 * STORE_TIMEOUT_S)
+
+    def missing(self) -> str:
+        """The nodes that a meeting waits for, for a line of the launcher."""
+        there = f"{nodes_present(self._meeting)} of {self._nodes[0]} are there"
+        return f"machines at {self._endpoint} ({there})"
 
     @property
     def use_agent_store(self) -> bool:
@@ -92,7 +113,9 @@ class Rounds(RendezvousHandler):
         met = self._meeting.next_rendezvous()
         del os.environ[NOT_SHARED]  # ranks use the store of the round
         if met.rank == 0:
-            self._server = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+            listener = listen_at(self.address, 0)
+            assert listener is not None, "the address of this machine, at a free port"
+            self._server = serve(self.address, listener)
         of_round = RendezvousStoreInfo.build(
             met.rank,
             PrefixStore("autopar", met.store),
@@ -104,7 +127,10 @@ class Rounds(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Number of nodes that ask for another round: new ones, and gaps that others left."""
-        return self._meeting.num_nodes_waiting() + self.nodes_gone() + self.rejoin
+        if self.is_single_node:
+            return int(self.rejoin)
+        waiting = self._asked(self._meeting.num_nodes_waiting)
+        return waiting + self.nodes_gone() + self.rejoin
 
     def nodes_gone(self) -> int:
         """Number of nodes of this round that have left it, or are silent."""
@@ -113,33 +139,60 @@ class Rounds(RendezvousHandler):
         return max(0, self._size - nodes_present(self._meeting))
 
     def is_closed(self) -> bool:
-        return self._meeting.is_closed()
+        return self._asked(self._meeting.is_closed)
 
     def set_closed(self) -> None:
-        self._meeting.set_closed()
+        self._asked(self._meeting.set_closed)
 
     def shutdown(self) -> bool:
-        return self._meeting.shutdown()
+        return self._asked(self._meeting.shutdown)
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """The answer of the meeting, which may hang with the machine that holds it."""
+        what = f"an answer from {self._endpoint}"
+        return awaited(ask, lambda: what, 2 * STORE_TIMEOUT_S, say)
 
 
-def is_host(endpoint: str) -> bool:
-    """Whether this process can listen at an endpoint, so that nodes meet here."""
-    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at this address alone; None if it is another machine's, or in use.
+
+    torch's own stores listen on all interfaces.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return None
+        raise
+    return listener
+
+
+def serve(host: str, listener: socket.socket) -> TCPStore:
+    """A store that listens on a socket of this process, and owns it."""
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+    )
+
+
+def connect(host: str, port: int) -> TCPStore:
+    """A store of another process. A server that never answers blocks for ever."""
+    return TCPStore(host, port, timeout=timedelta(seconds=STORE_TIMEOUT_S))
 
 
 def address_towards(endpoint: str) -> str:
     """Address of this machine as nodes at an endpoint see it."""
-    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
     found: list[Any] = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)
     with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
         probe.connect(found[0][4])  # sends nothing

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import hashlib
 import logging
 import os
 import signal
@@ -10,7 +12,8 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -22,10 +25,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from autopar.elastic.agent import KILL_S, LEFT, Agent, Failure, say
+from autopar.elastic.agent import KILL_S, LEFT, Agent, Failure
 from autopar.elastic.logs import RankLogs
-from autopar.elastic.rounds import Rounds, address_towards
+from autopar.elastic.rounds import Rounds, address_towards, say
+from autopar.errors import CommunicationError
 from autopar.runtime.lost_peers import LAUNCHED
+from autopar.waiting import awaited
 
 RETRY = 75
 """Exit status where other nodes are missing: the same command may succeed later (EX_TEMPFAIL)."""
@@ -49,7 +54,7 @@ class Launch:
         nproc: ranks of this node.
         nodes: least and largest number of nodes.
         endpoint: "host:port" where nodes meet; empty for one node.
-        run_id: name of the run, the same on all its nodes.
+        run_id: name of the run, the same on all its nodes; empty to derive it from the command.
         max_restarts: failures on this node after which ranks start again.
         log_dir: folder of the ranks' output; None for this terminal.
         grace_s: seconds that ranks have to save after SIGTERM.
@@ -78,13 +83,10 @@ def run(launch: Launch) -> int:
         0 if all ranks did; 128 plus a signal's number if this launcher or its ranks were told to
         leave; `RETRY` if there were too few nodes; the status of the first rank that failed.
     """
-    os.environ.update(launch.environment)
-    os.environ[LAUNCHED] = str(launch.silence_s + KILL_S)  # to learn which node is gone
-    if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.CRITICAL)  # the agent's own account of failures
-    logs = RankLogs(launch.log_dir)
+    launch, logs = named(launch), RankLogs(launch.log_dir)
+    patience_s = str(launch.silence_s + KILL_S)  # to learn which node is gone
     try:
-        with _raising_on_signals():
+        with _environment({**launch.environment, LAUNCHED: patience_s}), _raising_on_signals():
             return _run_until_over(launch, logs)
     except SignalException as told:
         say(f"told to stop by {told.sigval.name}; start the same command again to go on")
@@ -98,7 +100,7 @@ def _run_until_over(launch: Launch, logs: RankLogs) -> int:
     while True:
         agent: Agent | None = None
         try:
-            rounds = rounds or _rounds(launch)
+            rounds = rounds or _joined(launch, deadline - time.monotonic())
             agent = _agent(launch, logs, rounds, restarts)
             result = agent.run()
             rounds.shutdown()
@@ -108,10 +110,13 @@ def _run_until_over(launch: Launch, logs: RankLogs) -> int:
         except RendezvousClosedError:
             say("the run was ended on another node: its output says why")
             return 1
-        except (RendezvousError, DistStoreError, DistNetworkError) as error:
+        except _MISSED as error:
+            if launch.nodes == (1, 1):
+                raise CommunicationError(f"no store for the ranks: {_line(error)}") from error
             if agent is not None and agent.has_started:
                 deadline, restarts = time.monotonic() + launch.join_s, agent.restarts_left
-            if isinstance(error, RendezvousTimeoutError) or time.monotonic() > deadline:
+            is_over = isinstance(error, (RendezvousTimeoutError, TimeoutError))
+            if is_over or time.monotonic() > deadline:
                 where = f"at {launch.endpoint} within {launch.join_s} s"
                 say(f"too few nodes met {where}: {_line(error)}")
                 return RETRY
@@ -121,14 +126,37 @@ def _run_until_over(launch: Launch, logs: RankLogs) -> int:
             time.sleep(RECONNECT_S)
 
 
+_MISSED = (RendezvousError, DistStoreError, DistNetworkError, TimeoutError)
+"""Errors of torch, and of waits, where another node is not there."""
+
+
+def named(launch: Launch) -> Launch:
+    """The launch with an id: random on one node, on several the same where commands are."""
+    if launch.run_id:
+        return launch
+    if launch.nodes == (1, 1):
+        return replace(launch, run_id=uuid.uuid4().hex, endpoint="127.0.0.1:0")
+    told = [getpass.getuser(), launch.endpoint, *map(str, launch.nodes), *launch.command]
+    return replace(launch, run_id=hashlib.sha256("\0".join(told).encode()).hexdigest()[:16])
+
+
+def _joined(launch: Launch, limit_s: float) -> Rounds:
+    """The meetings of this node and the others, once there is a server."""
+    if launch.nodes != (1, 1):
+        say(
+            f"meets machines at {launch.endpoint} as run {launch.run_id}. Whoever reaches it can "
+            "run code here: keep it on a private network"
+        )
+    return awaited(partial(_rounds, launch), lambda: f"a server at {launch.endpoint}", limit_s, say)
+
+
 def _rounds(launch: Launch) -> Rounds:
-    """The meetings of this node and the others."""
-    alone = launch.nodes == (1, 1)
+    is_single = launch.nodes == (1, 1)
     return Rounds(
-        launch.run_id or (uuid.uuid4().hex if alone else "autopar"),
-        "127.0.0.1:0" if alone else launch.endpoint,
+        launch.run_id,
+        launch.endpoint,
         launch.nodes,
-        address="127.0.0.1" if alone else address_towards(launch.endpoint),
+        address="127.0.0.1" if is_single else address_towards(launch.endpoint),
         join_s=launch.join_s,
         silence_s=launch.silence_s,
     )
@@ -147,7 +175,8 @@ def _agent(launch: Launch, logs: RankLogs, rounds: Rounds, restarts: int) -> Age
     )
 
     def report(failure: Failure, then: str) -> None:
-        error = logs.error_of(failure.local_rank)
+        error, trouble = logs.error_of(failure.local_rank), logs.trouble_of(failure.local_rank)
+        then += f". Its log is cut: {trouble}" if trouble else ""
         say(f"{failure}; {then}" + (f". It wrote:\n{error}" if error else ""))
 
     prefix = "[${rank}] " if launch.log_dir else None
@@ -159,6 +188,21 @@ def _arguments(command: Sequence[str]) -> tuple[str, ...]:
     if sys.platform != "linux":
         return ("-u", *command)
     return ("-I", "-S", "-c", _TIED, str(os.getpid()), *command)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Adds variables for the ranks, and leaves out the agent's own account of failures."""
+    before, disabled = dict(os.environ), logging.root.manager.disable
+    os.environ.update(variables)
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

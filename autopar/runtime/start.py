@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from autopar._torch import PrefixStore, Store, high_priority_nccl
 from autopar.common.groups import backends_of
 from autopar.cost_model.host import boot_id
+from autopar.environment import check_launch
 from autopar.errors import CommunicationError, StrategyError
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.lost_peers import wait_for_launcher
@@ -34,9 +35,10 @@ def ensure_process_group(device: torch.device, world_size: int | None, timeout_s
             has no backend for the device.
     """
     initialized = dist.is_available() and dist.is_initialized()
-    launched = not initialized and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    launched = not initialized and "RANK" in os.environ
     running = dist.get_world_size() if initialized else 1
     if launched:
+        check_launch()
         running = int(os.environ["WORLD_SIZE"])
     if world_size is not None and world_size != running:
         what = "but this is one process outside of torchrun. Launch"

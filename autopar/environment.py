@@ -1,0 +1,44 @@
+"""Variables of the environment that autopar or torch reads as it starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from autopar.errors import StrategyError
+
+
+def check_log_level() -> None:
+    """Checks LOGLEVEL, by which torch fails to load.
+
+    Raises:
+        StrategyError: it is no level of logging.
+    """
+    level = os.environ.get("LOGLEVEL")
+    if level is not None and level not in logging.getLevelNamesMapping():
+        raise StrategyError(f"LOGLEVEL={level!r}: give DEBUG, INFO, WARNING or ERROR, or unset it")
+
+
+def check_launch() -> None:
+    """Checks the variables by which a launcher tells a rank its place.
+
+    Raises:
+        StrategyError: one is missing, or out of range.
+    """
+    ranks = _whole("WORLD_SIZE", 1, 2**20)
+    _whole("RANK", 0, ranks - 1)
+    _whole("MASTER_PORT", 1, 2**16 - 1)
+    if not os.environ.get("MASTER_ADDR"):
+        raise StrategyError(_UNSET.format("MASTER_ADDR"))
+
+
+_UNSET = "{} is not set, but RANK is: start all ranks with autopar run or torchrun"
+
+
+def _whole(name: str, least: int, most: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        raise StrategyError(_UNSET.format(name))
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise StrategyError(f"{name}={text!r}: give a whole number from {least} to {most}")
+    return int(text)

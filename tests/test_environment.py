@@ -1,0 +1,44 @@
+"""Variables of the environment that are wrong."""
+
+import pytest
+
+import autopar
+from autopar.__main__ import main
+from autopar.environment import check_launch
+from autopar.errors import StrategyError
+
+
+def test_a_wrong_level_of_logging_is_named_before_torch_fails_to_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGLEVEL", "bad")
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("autopar: LOGLEVEL='bad': give DEBUG")
+    monkeypatch.delitem(vars(autopar), "compile", raising=False)  # as before its first use
+    with pytest.raises(StrategyError, match="LOGLEVEL='bad'"):
+        _ = autopar.compile
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("MASTER_PORT", "99999", "MASTER_PORT='99999': give a whole number from 1 to 65535"),
+        ("MASTER_PORT", "http", "MASTER_PORT='http'"),
+        ("MASTER_PORT", None, "MASTER_PORT is not set, but RANK is"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE='0'"),
+        ("RANK", "2", "RANK='2': give a whole number from 0 to 1"),
+        ("RANK", "-1", "RANK='-1'"),
+    ],
+)
+def test_wrong_places_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, told: str
+) -> None:
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for key, text in {**right, name: value}.items():
+        if text is None:
+            monkeypatch.delenv(key, raising=False)
+        else:
+            monkeypatch.setenv(key, text)
+    with pytest.raises(StrategyError, match=told):
+        check_launch()
