@@ -1,0 +1,1 @@
+"""Random training loops around a compiled model, beside the same loops around the plain one."""

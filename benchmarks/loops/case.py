@@ -1,0 +1,183 @@
+"""`Setup`: a strategy to train a loop under; `Case`: a loop under it, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+import autopar
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.errors import FallbackWarning, LossyWarning, NumericsWarning
+from benchmarks.loops.draw import elements_of, train_plain
+from benchmarks.loops.loop import Loop, Observed, Recipe
+from tests.harness.training import whole_state
+from tests.harness.worlds import RankError, run
+
+EXACT = 1e-8
+TIMEOUT_S = 100.0
+
+OUTCOMES = ("exact", "told", "silent", "raw", "hung")
+"""Told: an error of autopar, or a warning about other numbers. Raw: any other error."""
+
+_FIXED = {"recompute": "none", "gather_bytes": 1 << 14, "reduce_bytes": 1 << 14, "prefetch": 1}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A strategy with nothing left to measure, and whose rows a rank brings."""
+
+    strategy: Mapping[str, Any] | str
+    batch: Literal["global", "local"] = "global"
+
+    def compile(self, model: nn.Module, ranks: int) -> Any:
+        """The compiled model."""
+        strategy = self.strategy
+        return autopar.compile(
+            model,
+            strategy=strategy
+            if isinstance(strategy, str)
+            else autopar.Strategy(**{**_FIXED, **strategy}),
+            batch=self.batch,
+            rows=0 if self.batch == "local" else None,
+            cluster=Cluster.default(ranks, "cpu"),
+            time_limit_s=None,
+        )
+
+
+SETUPS: Mapping[str, Setup] = {
+    "ddp": Setup({"zero": 0}),
+    "zero2": Setup({"zero": 2}),
+    "zero3": Setup({"zero": 3}),
+    "tp2": Setup({"zero": 0, "tp": 2}),
+    "pp2": Setup({"zero": 0, "pp": 2, "schedule": "1f1b", "micro_batches": 2}),
+    "cp2": Setup({"zero": 0, "cp": 2}),
+    "auto": Setup("auto"),
+    "offload": Setup({"zero": 0, "offload": "activations", "offload_dir": tempfile.gettempdir()}),
+    "ddp-local": Setup({"zero": 0}, "local"),
+    "zero3-local": Setup({"zero": 3}, "local"),
+}
+
+
+class Answer(NamedTuple):
+    """What one rank reports."""
+
+    observed: Observed | None = None
+    warned: tuple[str, ...] = ()
+    refusal: str = ""
+    raw: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop under its setup.
+
+    Attributes:
+        outcome: one of `OUTCOMES`.
+        deviation: largest relative difference from one process, None if it did not train.
+        place: the number or tensor with that difference.
+        message: the error or warning.
+    """
+
+    number: int
+    recipe: dict[str, Any]
+    name: str
+    outcome: str
+    deviation: float | None = None
+    place: str = ""
+    message: str = ""
+    seconds: float = 0.0
+
+
+def run_case(number: int, recipe: Recipe) -> Case:
+    """Trains by a recipe on processes that later cases reuse."""
+    start = time.monotonic()
+    outcome: dict[str, Any]
+    try:
+        answers = run(train_on_rank, recipe.ranks, timeout=TIMEOUT_S, recipe=recipe)
+        outcome = judge(answers, train_plain(recipe))
+    except RankError as error:
+        is_late = any("timed out" in e or "busy" in e for e in error.errors.values())
+        outcome = {"outcome": "hung" if is_late else "raw", "message": str(error)[-3000:]}
+    seconds = round(time.monotonic() - start, 2)
+    return Case(number, asdict(recipe), recipe.name, seconds=seconds, **outcome)
+
+
+def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:
+    """Trains a compiled model; errors are part of the answer."""
+    setup = SETUPS[recipe.setup]
+    share = (rank, world_size) if setup.batch == "local" else (0, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logging.disable(logging.CRITICAL)  # torch logs the errors that it raises
+        try:
+            model = setup.compile(recipe.make(), world_size)
+            compile_other = lambda other: setup.compile(other, world_size)  # noqa: E731
+            values = Loop(recipe, model, elements_of(recipe), compile_other, share).run()
+            state = {n: t.detach().clone() for n, t in whole_state(model).items() if not t.is_meta}
+            answer = Answer(Observed(values, state))
+        except autopar.AutoparError as error:
+            answer = Answer(refusal=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            answer = Answer(raw=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        finally:
+            logging.disable(logging.NOTSET)
+    told = (NumericsWarning, FallbackWarning, LossyWarning)
+    warned = tuple(str(w.message) for w in caught if issubclass(w.category, told))
+    return answer._replace(warned=warned)
+
+
+def judge(answers: Sequence[Answer], plain: Observed) -> dict[str, Any]:
+    """The outcome of a case and its other fields."""
+    if raw := [answer.raw for answer in answers if answer.raw]:
+        return {"outcome": "raw", "message": raw[0]}
+    warned = [line for answer in answers for line in answer.warned]
+    if refusals := [answer.refusal for answer in answers if answer.refusal]:
+        # ranks whose peers are gone raise too, but then nobody has said why
+        lost = all(refusal.startswith("CommunicationError") for refusal in refusals)
+        together = len(refusals) == len(answers) and not lost
+        return {"outcome": "told" if together else "raw", "message": refusals[0]}
+    observed = [answer.observed for answer in answers if answer.observed]
+    deviation, place = max(_differences(observed, plain))
+    outcome = "exact" if deviation <= EXACT else "told" if warned else "silent"
+    message = warned[0] if warned else ""
+    return {"outcome": outcome, "deviation": deviation, "place": place, "message": message}
+
+
+def _differences(observed: Iterable[Observed], plain: Observed) -> Iterable[tuple[float, str]]:
+    for each in observed:
+        if len(each.values) != len(plain.values):
+            yield float("inf"), f"{len(each.values)} numbers for {len(plain.values)}"
+        for index, (value, wanted) in enumerate(zip(each.values, plain.values, strict=False)):
+            yield _relative(value, wanted), f"number {index}"
+        for name, tensor in each.state.items():
+            wanted_tensor = plain.state[name].double()
+            difference = (tensor.double() - wanted_tensor).norm().item()
+            yield _relative(difference + wanted_tensor.norm().item(), wanted_tensor.norm()), name
+    held = {name for each in observed for name in each.state}
+    if missing := sorted(plain.state.keys() - held):
+        yield float("inf"), f"{missing[0]} (on no rank)"
+
+
+def _relative(value: float, wanted: Any) -> float:
+    if value != value and float(wanted) != float(wanted):
+        return 0.0
+    difference = abs(value - float(wanted)) / (abs(float(wanted)) + 1e-3)
+    return difference if difference == difference else float("inf")
+
+
+def counts(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
+    """The number of cases of each outcome, by setup and of all."""
+    tables: dict[str, Counter[str]] = {}
+    for case in cases:
+        for row in (case.recipe["setup"], "all"):
+            tables.setdefault(row, Counter())[case.outcome] += 1
+    return {row: {name: table[name] for name in OUTCOMES} for row, table in tables.items()}

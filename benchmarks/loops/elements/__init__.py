@@ -1,0 +1,18 @@
+"""What loops do beside forward, backward and step; a loop has at most one element of each group."""
+
+from collections.abc import Mapping
+
+from benchmarks.loops.elements import accumulation, gradients, parameters, state, surroundings
+from benchmarks.loops.loop import Element
+
+GROUPS: Mapping[str, Mapping[str, type[Element]]] = {
+    "accumulation": accumulation.ELEMENTS,
+    "gradients": gradients.ELEMENTS,
+    "parameters": parameters.ELEMENTS,
+    "state": state.ELEMENTS,
+    "surroundings": surroundings.ELEMENTS,
+}
+
+ELEMENTS: Mapping[str, type[Element]] = {
+    name: element for group in GROUPS.values() for name, element in group.items()
+}
