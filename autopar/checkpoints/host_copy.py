@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from autopar._torch import dtensor_like, local_tensor
+from autopar._torch import local_tensor
+from autopar.runtime.parameters.sharded import in_layout_of
 
 Path = tuple[Any, ...]
 """Keys that lead to a value of a nested state."""
@@ -65,4 +65,4 @@ class HostCopy:
             pin = torch.cuda.is_available()
             buffer = torch.empty_like(local, device="cpu", requires_grad=False, pin_memory=pin)
         pending[path] = local, buffer
-        return dtensor_like(buffer, value) if isinstance(value, DTensor) else buffer
+        return in_layout_of(value, buffer)

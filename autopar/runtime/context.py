@@ -54,7 +54,7 @@ from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
-from autopar.runtime.parameters.dtensor_layout import in_layout_of
+from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.rng import RandomStream
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, S
 from autopar.formatting import first_line
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.parameters.distribute import local_part, parameter_like
+from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -241,9 +242,7 @@ class AliasedDDP(nn.Module):
             assert isinstance(parameter, DTensor)
             if is_used:
                 self.shared[id(alias)] = alias
-                parameter.grad = DTensor.from_local(
-                    gradient, parameter.device_mesh, parameter.placements, run_check=False
-                )
+                parameter.grad = in_layout_of(parameter, gradient)
         return allreduce_hook(world(), bucket)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
@@ -33,6 +32,7 @@ from autopar.runtime.border.border import Border
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.parameters.distribute import is_remote
+from autopar.runtime.parameters.sharded_norm import total_norm
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.states.module_states import StatefulModule
@@ -416,14 +416,11 @@ class DistributedModule(StatefulModule):
         """
         if self._protocol is not None:
             self._protocol.agree_on_clipping(max_norm, norm_type)
-        order, gradients = (
-            float(norm_type),
-            [p.grad for p in self.parameters() if p.grad is not None],
-        )
+        order = float(norm_type)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
         has_stages = self.plan is not None and self.plan.pp_size > 1
         if gradients or not has_stages:
-            norm = nn.utils.get_total_norm(gradients, order, foreach=foreach)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = total_norm(gradients, order, foreach)
         else:
             norm = torch.tensor(0.0 if order >= 0 else math.inf, device=self._context.device)
         if has_stages:

@@ -40,8 +40,8 @@ from autopar.runtime.parameters.distribute import (
     local_part,
     parameter_like,
 )
-from autopar.runtime.parameters.dtensor_layout import in_layout_of
 from autopar.runtime.parameters.offloaded import store_parameters
+from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar._torch import pytree
+from autopar._torch import HOOK_TABLES, pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
 from autopar.common.world import rank
 from autopar.errors import AutoparError, BatchError, DisagreementError
@@ -37,7 +37,6 @@ from autopar.runtime.batch_checks import (
     host_hash,
     is_on_host,
 )
-from autopar.runtime.parameters.distribute import HOOK_TABLES
 from autopar.runtime.watch.stragglers import Pace, Stragglers
 
 if TYPE_CHECKING:

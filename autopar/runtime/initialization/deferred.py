@@ -37,8 +37,8 @@ from autopar.runtime.parameters.distribute import (
     parameter_like,
     swap_parameter,
 )
-from autopar.runtime.parameters.dtensor_layout import distribute_replicated, in_layout_of
 from autopar.runtime.parameters.offloaded import store_parameters
+from autopar.runtime.parameters.sharded import distribute_replicated, in_layout_of
 from autopar.runtime.process_groups import explaining_comm_errors
 
 TRIAL_VALUE = 0.01

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from autopar.plan.outer import Outer
 from autopar.runtime.local_steps.average import InFlight, start_average
 from autopar.runtime.parameters.distribute import distribute_like, local_part
-from autopar.runtime.parameters.dtensor_layout import in_layout_of
+from autopar.runtime.parameters.sharded import in_layout_of
 
 SGD_STATE = "momentum_buffer"
 

@@ -17,14 +17,11 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar._torch import without_weight_references
+from autopar._torch import HOOK_TABLES, without_weight_references
 from autopar.common.world import world
 from autopar.errors import StrategyError
-from autopar.runtime.parameters.dtensor_layout import (
-    Layout,
-    distribute_replicated,
-    torch_placements,
-)
+from autopar.runtime.parameters.dtensor_layout import Layout, torch_placements
+from autopar.runtime.parameters.sharded import as_sharded, distribute_replicated
 
 
 def check_plain(model: nn.Module) -> None:
@@ -76,7 +73,7 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replaces every parameter by a replicated DTensor, which a plan can later shard in place."""
     placements = [TorchReplicate()] * mesh.ndim
     replicated = {
-        id(p): parameter_like(p, DTensor.from_local(p.detach(), mesh, placements))
+        id(p): parameter_like(p, as_sharded(DTensor.from_local(p.detach(), mesh, placements)))
         for p in model.parameters()
     }
     for plain in model.parameters():
@@ -134,9 +131,6 @@ def _keep_hooks(parameter: nn.Parameter, hooks: Mapping[str, Any]) -> None:
     for name, table in hooks.items():
         if table:
             setattr(parameter, name, table)  # registers them with autograd
-
-
-HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def distribute_like(parameter: torch.Tensor | None, value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from autopar._torch import StridedShard, dtensor_like
+from autopar._torch import StridedShard
 from autopar.ir.placement import Placement, Shard, chunk_rows
 
 Layout = Mapping[str, Placement]
@@ -30,17 +30,6 @@ def torch_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Any, ...]:
         else:
             found.append(StridedShard(placement.dim, split_factor=placement.interleave))
     return tuple(found)
-
-
-def distribute_replicated(
-    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]
-) -> DTensor:
-    """A DTensor of a tensor that every rank has whole, without communication."""
-    part = tensor
-    for axis, placement in enumerate(placements):
-        if is_sharded(placement):
-            part = local_shard(part, placement, mesh.get_local_rank(axis), mesh.size(axis))
-    return dtensor_from_local(part.contiguous().clone(), mesh, placements, tensor.shape)
 
 
 def is_sharded(placement: Any) -> bool:
@@ -67,8 +56,3 @@ def dtensor_from_local(
     """A contiguous DTensor of the global `shape` around this rank's part."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A local part as a DTensor like its parameter; unchanged if that is a plain tensor."""
-    return dtensor_like(part, parameter) if isinstance(parameter, DTensor) else part

@@ -30,7 +30,7 @@ from autopar.runtime.parameters.distribute import (
     release_from_optimizers,
     swap_parameter,
 )
-from autopar.runtime.parameters.dtensor_layout import in_layout_of
+from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.parameters.strided_shard import register_strided_shard_support
 from autopar.runtime.process_groups import explaining_comm_errors
 
