@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose import MOST_WORDS, documents, sentences, words
+from tests.harness.prose import MOST_WORDS, documents, sentences, words
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -65,7 +65,7 @@ def test_no_replaced_names(document: Path) -> None:
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: path.name)
 def test_sentences_are_short(document: Path) -> None:
-    """`python -m tests.prose --long` lists them for all documents."""
+    """`python -m tests.harness.prose --long` lists them for all documents."""
     text = document.read_text()
     assert [line for line in sentences(text) if words(line) > MOST_WORDS] == []
 

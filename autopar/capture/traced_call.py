@@ -24,9 +24,8 @@ from autopar.capture.traceable import traceable_modules
 from autopar.capture.values.compiler_branches import CompilerBranches
 from autopar.capture.values.constant_values import ConstantValues, Reading
 from autopar.capture.values.known_values import KnownValues
-from autopar.common.containers import flatten, hidden_tensors
+from autopar.common.containers import Unreturned, flatten, hidden_tensors
 from autopar.common.deadline import check_time
-from autopar.common.unreturned import Unreturned
 from autopar.ir.graph import ParameterInfo
 
 

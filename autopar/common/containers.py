@@ -1,7 +1,7 @@
 """`flatten`: flattens arguments and results, also in containers that torch's pytree lacks.
 
 `flatten` unpacks a dataclass, `SimpleNamespace` or `UserDict` that holds a tensor.
-`pytree.tree_unflatten` rebuilds it.
+`pytree.tree_unflatten` rebuilds it. `Unreturned` stands for an object that it cannot unpack.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from autopar._torch import pytree
-from autopar.errors import BatchError
+from autopar.errors import BatchError, ModelError
 
 _PLAIN = (torch.Tensor, nn.Module, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _MAX_DEPTH = 4  # nested containers
@@ -101,3 +101,36 @@ def _rebuild(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
 
 
 pytree.register_pytree_node(_Unpacked, _flatten, _rebuild)
+
+
+class Unreturned:
+    """Stands for an object in the result of a model; every use of it is an error.
+
+    Models of transformers return a cache of keys and values beside their loss, which training does
+    not read. Such an object is no reason to refuse the model.
+
+    Args:
+        model: name of the model's class.
+        kind: name of the object's class.
+    """
+
+    def __init__(self, model: str, kind: str) -> None:
+        self._names = model, kind
+
+    def __repr__(self) -> str:
+        return f"<{self._names[1]} of {self._names[0]}, not returned>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_names":
+            raise AttributeError(name)  # copying and pickling ask for methods that may be absent
+        self._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        model, kind = self._names
+        raise ModelError(
+            f"{model} returned a {kind}, whose tensors autopar does not return: it returns those "
+            "in tuples, lists, dicts, dataclasses and SimpleNamespaces. Return the tensors that "
+            "you read, or call the model inside model.gathered()."
+        )
+
+    __len__ = __iter__ = __getitem__ = __contains__ = __call__ = _refuse

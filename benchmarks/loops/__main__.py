@@ -42,7 +42,7 @@ def recipes(options: argparse.Namespace) -> Iterator[tuple[int, Recipe]]:
                     number,
                     replace(
                         drawn,
-                        net="attention",
+                        net="attention" if options.single == "cp2" else "perceptron",
                         form=form,
                         loss="mean",
                         elements=(name,),

@@ -1,6 +1,6 @@
 """Readability of the documents: words a sentence, and sentences over 25 words.
 
-`python -m tests.prose [FOLDER]` prints the figures of a checkout; `--long` lists long sentences.
+`python -m tests.harness.prose [FOLDER]` prints the figures of a checkout; `--long` lists long ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MOST_WORDS = 25
 
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
