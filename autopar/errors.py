@@ -24,7 +24,7 @@ class CaptureError(AutoparError):
 
 
 class ModelError(AutoparError):
-    """The model itself raises, or returns a value that autopar cannot unpack."""
+    """The model itself raises, has names that are not text, or returns what cannot be unpacked."""
 
 
 class StrategyError(AutoparError, ValueError):
@@ -95,7 +95,7 @@ class CommunicationError(AutoparError):
 
 
 class CheckpointError(AutoparError):
-    """A checkpoint cannot be written, or is of another model."""
+    """A checkpoint cannot be written or read, or is of another model."""
 
 
 class OffloadError(AutoparError):

@@ -23,6 +23,7 @@ from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.passes.registration import DISABLE
 from autopar.planner.search import build_evaluator as decide
 from tests.harness.models import MODELS
+from tests.harness.nonsense.examples import example_plan
 from tests.harness.training import fixed
 from tests.harness.worlds import Raised, run, run_isolated
 
@@ -364,3 +365,19 @@ def rehearse_unlike(rank: int, world_size: int) -> str:
 
 def test_ranks_that_would_time_other_collectives_say_so() -> None:
     assert run(rehearse_unlike, 2) == ["tensor(8.)"] * 2
+
+
+def test_names_that_are_not_text() -> None:
+    model = nn.Sequential()
+    model.add_module("half \ud800", nn.Linear(4, 4))
+    for make in (autopar.compile, lambda it, **inputs: autopar.plan(it, 2, **inputs)):
+        with pytest.raises(autopar.ModelError, match=r"half .* is not Unicode text: rename it"):
+            make(model, example_inputs=(torch.rand(8, 4),))
+
+
+@pytest.mark.parametrize("name", ["", "absent/file", "half \ud800", "a NUL \0"])
+def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    plan = example_plan()
+    for write in (plan.save, plan.report, autopar.Cluster.default(2).save):
+        with pytest.raises(autopar.AutoparError, match=r"cannot write .*Give another file"):
+            write(tmp_path / name)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from autopar.capture.provenance import block_of
+from autopar.errors import ModelError
 from autopar.ir.graph import ParameterInfo
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Every parameter by name, with its global shape and block; tied parameters appear once."""
+    """Every parameter by name, with its global shape and block; tied parameters appear once.
+
+    Raises:
+        ModelError: a name is not Unicode text, which no file can hold.
+    """
+    for name in chain(dict(model.named_parameters()), dict(model.named_buffers())):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ModelError(
+                f"the name of the parameter or buffer {name} is not Unicode text: rename it"
+            ) from error
     blocks = find_blocks(model)
     return {
         name: ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, blocks[name])

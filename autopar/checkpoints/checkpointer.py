@@ -280,8 +280,9 @@ def _write_probe(folder: Path) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.joinpath(name).touch()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL or half of a pair in the name
+        reason = getattr(error, "strerror", None) or "no name of a folder"
         raise CheckpointError(
-            f"{folder} cannot be written ({error.strerror}): give another folder"
+            f"{folder} cannot be written ({reason}): give another folder"
         ) from error
     return name

@@ -20,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from autopar.common.files import open_file, read_file
+from autopar.common.files import open_file, read_typed
 from autopar.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
@@ -152,11 +152,15 @@ class CheckpointFolder:
 
 def file_sum(path: Path) -> FileSum:
     """Size and CRC-32 of a regular file."""
-    size = checksum = 0
     with open_file(path) as file:
-        while chunk := file.read(CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, checksum
+        return os.fstat(file.fileno()).st_size, _checksum(file)
+
+
+def _checksum(file: IO[bytes]) -> int:
+    checksum = 0
+    while chunk := file.read(CHUNK):
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def sums_of(folder: Path, prefixes: Iterable[str]) -> dict[str, FileSum]:
@@ -182,21 +186,22 @@ def faults_of(folder: Path, part: int, parts: int) -> list[str]:
         return [f"{CHECKSUMS} cannot be read ({type(error).__name__})"]
     faults = []
     for name in sorted(sums)[part::parts]:
+        want, checksum = sums[name]
         try:
-            size, checksum = file_sum(folder / name)
+            with open_file(folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != want:  # perhaps without end
+                    faults.append(f"{name} has {size} bytes instead of {want}")
+                elif _checksum(file) != checksum:
+                    faults.append(f"{name} has changed since it was written")
         except OSError as error:
             faults.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if size != sums[name][0]:
-            faults.append(f"{name} has {size} bytes instead of {sums[name][0]}")
-        elif checksum != sums[name][1]:
-            faults.append(f"{name} has changed since it was written")
     return faults
 
 
 def _read_sums(folder: Path) -> dict[str, FileSum]:
     """The sums of a checkpoint by name; raises OSError or ValueError."""
-    sums = msgspec.json.decode(read_file(folder / CHECKSUMS), type=dict[str, FileSum])
+    sums = read_typed(folder / CHECKSUMS, dict[str, FileSum])
     for name in sums:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file")
@@ -206,7 +211,7 @@ def _read_sums(folder: Path) -> dict[str, FileSum]:
 def _stamp(folder: Path, step: int) -> Stamp:
     """The stamp of a checkpoint; that of a nameless first run where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        return msgspec.json.decode(read_file(folder / STAMP), type=Stamp)
+        return read_typed(folder / STAMP, Stamp)
     return Stamp("", 0, step)
 
 

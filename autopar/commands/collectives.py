@@ -11,6 +11,7 @@ from typing import Any
 from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.option_types import ranks, size
 from autopar.commands.plain_console import PlainConsole, plain_table
+from autopar.common.documents import write_text
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError, Cost
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         notes.append(f"no planner's price: {error}")
     if options.tuner and tuning is not None:
         text = export([tuning], forced_curves(options.forced, shape))
-        Path(options.tuner).write_text(text)
+        write_text(options.tuner, text, StrategyError)
         notes.append(f"wrote {options.tuner}; see docs/cost-model.md for its use")
     asked = f"{collective} of {nbytes:,} bytes ({human_bytes(nbytes)}): {shape}, on {cluster.name}"
     bus_bytes = bus_factor(collective, shape.ranks) * nbytes

@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from autopar.api import plan as make_plan
@@ -15,6 +14,7 @@ from autopar.commands.option_types import amount, limit_s, ranks
 from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import MAKE, load
 from autopar.common.deadline import Deadline
+from autopar.common.documents import write_text
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     cap = made[0].memory_cap if made else None
     found = Scaling(type(model).__name__, options.cluster, rows, unit, options.price, cap)
     if options.report:
-        Path(options.report).write_text(scaling_page(found), encoding="utf-8")
+        write_text(options.report, scaling_page(found), StrategyError)
     if options.json:
         print_json(found.to_dict())
         return

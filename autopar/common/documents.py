@@ -1,4 +1,4 @@
-"""JSON documents, checked against the class that they describe.
+"""JSON documents, checked against the class that they describe, and files that are written.
 
 msgspec checks field names, types, and limits in `Annotated` types such as `Count`. `read` also
 refuses deep nesting, NaN, infinities, integers of more than 64 bits, and unknown fields. Every
@@ -57,6 +57,19 @@ def load(path: str | Path, what: str, error: type[AutoparError]) -> Any:
         raise error(f"cannot read {path}: {failure.strerror or failure}") from failure
     except ValueError as failure:
         raise error(f"{path} is not a {what}, or not JSON: {failure}") from failure
+
+
+def write_text(path: str | Path, text: str, error: type[AutoparError]) -> None:
+    """Writes a file in UTF-8, such as a plan.
+
+    Raises:
+        AutoparError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as failure:  # ValueError: a NUL or half of a pair in the name
+        reason = getattr(failure, "strerror", None) or "no name of a file"
+        raise error(f"cannot write {path}: {reason}. Give another file.") from failure
 
 
 def read(

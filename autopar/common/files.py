@@ -11,12 +11,18 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+import msgspec
 
 from autopar.formatting import human_bytes
 
+T = TypeVar("T")
+
 MAX_BYTES = 1 << 26
 """Most bytes of a document or a log, 64 MiB."""
+
+_DEEP = "$ is nested deeper than Python can read"
 
 
 def open_file(path: str | Path, most_bytes: int | None = None) -> IO[bytes]:
@@ -70,7 +76,20 @@ def read_json(path: str | Path, most_bytes: int = MAX_BYTES) -> Any:
     try:
         return json.loads(read_file(path, most_bytes).decode("utf-8"))
     except RecursionError as error:
-        raise ValueError("$ is nested deeper than Python can read") from error
+        raise ValueError(_DEEP) from error
+
+
+def read_typed(path: str | Path, kind: type[T]) -> T:
+    """The JSON value of a type that msgspec knows, in a regular file.
+
+    Raises:
+        OSError: as of `read_file`.
+        ValueError: the content is not JSON, or not of the type.
+    """
+    try:
+        return msgspec.json.decode(read_file(path), type=kind)
+    except RecursionError as error:
+        raise ValueError(_DEEP) from error
 
 
 def _too_large(most_bytes: int) -> OSError:

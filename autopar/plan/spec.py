@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from autopar.common.documents import Amount, Count, Positive, Ranks
+from autopar.common.documents import Amount, Count, Positive, Ranks, write_text
 from autopar.errors import PlanError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import (
@@ -173,8 +173,12 @@ class PlanSpec:
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
-        Path(path).write_text(self.to_json())
+        """Writes the plan as JSON.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        write_text(path, self.to_json(), PlanError)
 
 
 def check_plan(

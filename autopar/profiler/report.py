@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autopar.common.documents import Count, Seconds, load, read
+from autopar.common.documents import Count, Seconds, load, read, write_text
 from autopar.cost_model.simulator.streams import Event
 from autopar.errors import StrategyError
 from autopar.formatting import milliseconds as _ms
@@ -117,8 +117,12 @@ class Profile:
     again: Again | None = None
 
     def save(self, path: Path) -> None:
-        """Writes the profile as JSON."""
-        path.write_text(json.dumps(asdict(self)))
+        """Writes the profile as JSON.
+
+        Raises:
+            StrategyError: The file cannot be written.
+        """
+        write_text(path, json.dumps(asdict(self)), StrategyError)
 
     @classmethod
     def load(cls, path: Path) -> Profile:

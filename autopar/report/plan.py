@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.common.checks import demand
-from autopar.common.documents import load
+from autopar.common.documents import load, write_text
 from autopar.cost_model.simulator.chrome_trace import write_trace
 from autopar.errors import PlanError
 from autopar.formatting import printable
@@ -54,12 +54,17 @@ class Plan(PlanSpec):
 
         Raises:
             PlanError: The plan has no prediction, because the strategy left nothing to choose.
+            StrategyError: the file cannot be written.
         """
         write_trace(path, trace(self))
 
     def report(self, path: str | Path) -> None:
-        """Writes the plan as one self-contained HTML page."""
-        Path(path).write_text(page(self), encoding="utf-8")
+        """Writes the plan as one self-contained HTML page.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        write_text(path, page(self), PlanError)
 
     def __str__(self) -> str:
         return table(self)

@@ -20,7 +20,7 @@ from autopar.common.checks import (
     short_repr,
     text,
 )
-from autopar.common.documents import load
+from autopar.common.documents import load, write_text
 from autopar.cost_model.algorithms.extrapolate import Fabric
 from autopar.cost_model.cluster.document import cluster_fields
 from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Slowdown
@@ -226,8 +226,12 @@ class Cluster:
         return cls(**cluster_fields(data, source))
 
     def save(self, path: str | Path) -> None:
-        """Writes the cluster as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """Writes the cluster as JSON.
+
+        Raises:
+            ClusterError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n", ClusterError)
 
     @classmethod
     def named(cls, name: str, nodes: int | None = None) -> Cluster:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autopar.common.documents import write_text
 from autopar.cost_model.collectives import collective_of, is_wait, issuer
 from autopar.cost_model.simulator.streams import COMPUTE, Event
+from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph
 
 _NS = 1e9
@@ -138,8 +140,12 @@ def chrome_trace(
 
 
 def write_trace(path: str | Path, trace: Mapping[str, Any]) -> None:
-    """Writes a trace of `chrome_trace` as JSON."""
-    Path(path).write_text(json.dumps(trace))
+    """Writes a trace of `chrome_trace` as JSON.
+
+    Raises:
+        StrategyError: the file cannot be written.
+    """
+    write_text(path, json.dumps(trace), StrategyError)
 
 
 def _names(slices: Iterable[Slice], memory: Mapping[str, object] | None) -> dict[str, None]:

@@ -1,17 +1,14 @@
 """A folder of checkpoints loses none that is whole, and serves one job at a time."""
 
-import contextlib
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from autopar.checkpoints.folder import CheckpointFolder, Stamp, faults_of, sums_of
+from benchmarks.trust.histories import run_history
 
 
 def test_a_second_job_is_told(tmp_path: Path) -> None:
@@ -24,60 +21,29 @@ def test_a_second_job_is_told(tmp_path: Path) -> None:
     assert "CheckpointError: another job saves into" in second.stderr
 
 
-class Killed(BaseException):
-    """The end of the process."""
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_the_newest_whole_checkpoint_survives_any_history(tmp_path: Path, seed: int) -> None:
+    assert not run_history(f"{seed}", tmp_path)
 
 
-def killed_after(renames: int) -> Callable[[Path, Path], Path]:
-    """A `Path.rename` that works so often, and then kills the process."""
-    rename, done = Path.rename, []
-
-    def or_killed(self: Path, target: Path) -> Path:
-        done.append(target)
-        if len(done) > renames:
-            raise Killed
-        return rename(self, target)
-
-    return or_killed
-
-
-def save(folder: CheckpointFolder, step: int, text: str, stamp: Stamp, keep: int) -> None:
-    begun = folder.begin(step)
-    (begun / "data").write_text(text)
-    folder.publish(step, sums_of(begun, ["data"]), stamp)
-    folder.prune(keep, stamp.run, ())
+def test_json_that_is_too_deep_is_a_fault(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        begun = folder.begin(step)
+        (begun / "data").write_text("data")
+        folder.publish(step, sums_of(begun, ["data"]), Stamp("run", 1, step))
+    for name in ("checksums.json", "run.json"):
+        (folder.of_step(2) / name).write_text('{"a":' * 100_000)
+        newest, *_ = [it for it in folder.saved() if not faults_of(it.path, 0, 1)]
+        assert newest.step == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_last_whole_checkpoint_survives_any_history(tmp_path: Path, seed: int) -> None:
-    """Runs save, are killed at a rename, begin anew, and find files short."""
-    draw, folder = random.Random(seed), CheckpointFolder(tmp_path)
-    run, number, last = "run-0", 1, {}  # text of the last whole checkpoint of each run
-    for event in range(80):
-        own = [each for each in folder.saved() if each.stamp.run == run]
-        whole = [each for each in own if not faults_of(each.path, 0, 1)]
-        assert [(each.path / "data").read_text() for each in whole][:1] == last.get(run, [])
-        match draw.choice(["save"] * 4 + ["kill", "break", "begin anew"]):
-            case "begin anew":
-                run, number = f"run-{event}", number + 1
-            case "break" if len(whole) > 1:
-                os.truncate(whole[1].path / "data", 0)
-            case "save" | "kill" as kind:
-                step, keep = draw.randrange(8), draw.randrange(1, 4)
-                for other in folder.saved():  # runs do not overwrite each other here
-                    if other.step == step and other.stamp.run != run:
-                        step += 10 * number
-                stamp = Stamp(run, number, max((each.stamp.save for each in own), default=0) + 1)
-                renames = draw.randrange(2) if kind == "kill" else 9
-                with (
-                    contextlib.suppress(Killed),
-                    patch.object(Path, "rename", killed_after(renames)),
-                ):
-                    save(folder, step, str(event), stamp, keep)
-                if folder.saved()[0].stamp == stamp:
-                    last[run] = [str(event)]
-                if kind == "save":
-                    before = sum(each.step != step for each in whole)
-                    after = [each for each in folder.saved() if each.stamp.run == run]
-                    after = [each for each in after if not faults_of(each.path, 0, 1)]
-                    assert len(after) == min(keep, before + 1), "broken ones do not count"
+def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
+    """Four terabytes of holes take hours to sum."""
+    folder = CheckpointFolder(tmp_path)
+    begun = folder.begin(1)
+    (begun / "data").write_text("data")
+    folder.publish(1, sums_of(begun, ["data"]), Stamp("run", 1, 1))
+    os.truncate(folder.of_step(1) / "data", 1 << 42)
+    assert faults_of(folder.of_step(1), 0, 1) == ["data has 4398046511104 bytes instead of 4"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.common.files import open_file, read_json
+from autopar.common.files import open_file, read_typed
 from autopar.errors import CheckpointError, StrategyError
 from autopar.formatting import first_line
 from autopar.runtime.parameters.distribute import local_part
@@ -45,7 +45,10 @@ class SafetensorsFiles:
             StrategyError: there is no such file, or the index names tensors that files lack.
             CheckpointError: a file is damaged, is no regular file, or lies outside of the folder.
         """
-        paths = _files_at(Path(path))
+        try:
+            paths = _files_at(Path(path))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {first_line(error)}.") from error
         shapes: dict[str, torch.Size] = {}
         files: dict[str, Path] = {}
         for file, wanted in paths.items():
@@ -129,7 +132,7 @@ def _files_at(path: Path) -> dict[Path, list[str] | None]:
 def _read_index(path: Path) -> dict[str, str]:
     """The file of each tensor in a sharded index of Hugging Face."""
     try:
-        return msgspec.convert(read_json(path), _Index).weight_map
+        return read_typed(path, _Index).weight_map
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is no index of safetensors: {first_line(error)}. Fetch or save it again."

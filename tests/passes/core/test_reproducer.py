@@ -95,6 +95,23 @@ def test_a_node_that_calls_what_no_graph_does(target: str) -> None:
         load(path)
 
 
+def test_a_graph_that_makes_no_sense(tmp_path: Path) -> None:
+    good = save(Reproducer(two_layers().graph(0), PassPipeline())).read_text()
+    path = tmp_path / "file.json"
+    for text, other in (
+        ('"call_function"', '"posix:system"'),
+        ("torch.float64", "-" * 100_000 + "1"),
+    ):
+        assert text in good
+        path.write_text(good.replace(text, other))
+        with pytest.raises(PassError, match=r"no reproducer|cannot read"):
+            load(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PassError, match="not a regular file"):
+        load(path)
+
+
 def test_a_node_that_takes_a_tensor() -> None:
     """Operators run at once on tensors that are not fake."""
     path = save(Reproducer(two_layers().graph(0), PassPipeline()))
