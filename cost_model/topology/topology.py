@@ -116,11 +116,12 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
         raise ClusterError(f"this machine has no NIC: nothing is known of {nodes} of them")
     import networkx as nx
 
-    result = nx.Graph()
-    for n in range(nodes):
-        names = {name: f"node{n}" + name.removeprefix(machines[0]) for name in first - {"fabric"}}
-        result = nx.compose(result, nx.relabel_nodes(graph.subgraph(first), names))
-    return result
+    machine = graph.subgraph(first)
+    owned = {name: name.removeprefix(machines[0]) for name in first - {"fabric"}}
+    return nx.compose_all(
+        nx.relabel_nodes(machine, {name: f"node{n}{path}" for name, path in owned.items()})
+        for n in range(nodes)
+    )
 
 
 def _alike(first: nx.Graph, second: nx.Graph) -> bool:
