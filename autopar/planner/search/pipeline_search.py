@@ -39,6 +39,9 @@ from autopar.report.plan import Plan
 MICRO_BATCHES_PER_RANK = 4
 """Most micro-batches tried per pipeline rank; further ones hardly shrink the bubble."""
 
+APART = 1.5
+"""Least ratio of numbers of micro-batches: neighbours idle alike, and each costs a capture."""
+
 DATA_PARALLEL_PASSES = (
     ShardParameters, CastBeforeGather, SynchronizeGradients, BucketCollectives, ScheduleOverlap,
 )  # fmt: skip
@@ -53,6 +56,8 @@ def capture_micro_batches(
 ) -> dict[int, TrainingGraph]:
     """Captures one micro-batch for each number of micro-batches that the strategy allows.
 
+    If it leaves the number open, these are divisors of the rows that lie well apart.
+
     Raises:
         BatchError: the rows do not divide into the number of micro-batches that the strategy fixes.
     """
@@ -64,14 +69,18 @@ def capture_micro_batches(
             graph = capture(1)
             note = f"one micro-batch instead of {count}: {error}"
             return {1: replace(graph, notes=(*graph.notes, note))}
-    found, count = {1: capture(1)}, 2
-    while count <= MICRO_BATCHES_PER_RANK * (strategy.pp or 1):
+    captures, last = {1: capture(1)}, 1
+    for count in range(2, MICRO_BATCHES_PER_RANK * (strategy.pp or 1) + 1):
+        if count < APART * last:
+            continue
         try:
-            found[count] = capture(count)
-        except (BatchError, CaptureError, CoupledRowsError):
+            captures[count] = capture(count)
+        except BatchError:  # it divides no rows, which shows before anything is captured
+            continue
+        except (CaptureError, CoupledRowsError):
             break
-        count *= 2
-    return found
+        last = count
+    return captures
 
 
 def _schedules(strategy: Strategy, cut_points: int) -> Iterator[tuple[str, int]]:

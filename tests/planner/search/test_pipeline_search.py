@@ -11,6 +11,7 @@ import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.roofline import STREAMED
 from autopar.errors import BatchError, OutOfMemoryError, StrategyError
+from autopar.planner.search.pipeline_search import capture_micro_batches
 from tests.harness.models import MODELS
 
 WIDTH, ROWS = 4096, 65536
@@ -170,3 +171,13 @@ def test_gathered_rows_leave_gradients_on_the_stage_of_their_parameters() -> Non
     strategy = autopar.Strategy(pp=2, micro_batches=2, zero=0, recompute="none")
     plan = autopar.plan(Sorted(), 4, example_inputs=(torch.zeros(8, 8),), strategy=strategy)
     assert dict(plan.mesh) == {"pp": 2, "dp": 2}
+
+
+def test_numbers_of_micro_batches_divide_the_rows():
+    def capture(count):
+        if 30 % count:
+            raise BatchError("30 rows")
+        return count
+
+    numbers = {pp: list(capture_micro_batches(autopar.Strategy(pp=pp), capture)) for pp in (2, 8)}
+    assert numbers == {2: [1, 2, 3, 5], 8: [1, 2, 3, 5, 10, 15, 30]}
