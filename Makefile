@@ -3,7 +3,7 @@
 SHELL := /bin/sh
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help train check test test-all lint bench docs docs-check clean
+.PHONY: help train check test test-all lint audit bench docs docs-check clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,6 +17,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Each job keeps the order of files, so that what one test captured serves the next.
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
+ADVISORIES := https://pypi.org/pypi/pip/25.0/json
+AUDIT := $(BIN)/pip-audit --skip-editable --progress-spinner off
+AUDIT_ANSWERS := timeout 5 $(BIN)/python -c \
+  'from urllib.request import urlopen; urlopen("$(ADVISORIES)")' 2>/dev/null
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 
@@ -43,6 +47,11 @@ lint: $(INSTALLED_TEST)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@if $(AUDIT_ANSWERS); then $(AUDIT) || echo 'lint goes on: these are not faults of this code'; \
+	else echo 'no audit of packages: $(ADVISORIES) does not answer'; fi
+
+audit: $(INSTALLED_TEST) ## Look for known faults of installed packages, over the network
+	$(AUDIT)
 
 bench: $(INSTALLED) ## Compare with torch's own DDP, fully_shard and others
 	$(BIN)/python -m benchmarks.peers $(strip $(ARGS))

@@ -24,6 +24,7 @@ from autopar.errors import (
     PlanError,
     StragglerWarning,
     StrategyError,
+    ThreadError,
     VerificationError,
 )
 
@@ -74,6 +75,7 @@ __all__ = [
     "StragglerWarning",
     "Strategy",
     "StrategyError",
+    "ThreadError",
     "Verification",
     "VerificationError",
     "compile",

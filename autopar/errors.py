@@ -102,6 +102,10 @@ class OffloadError(AutoparError):
     """Storage for offloaded states is full, cannot be written, or fails."""
 
 
+class ThreadError(AutoparError):
+    """A second thread uses a compiled model while one is in a call or a backward of it."""
+
+
 class PassError(AutoparError):
     """A graph pass broke its contract: a bug in autopar or in a user's pass."""
 

@@ -49,6 +49,7 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
+from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
@@ -124,6 +125,7 @@ class ExecutionContext:
         shapes: shapes of the calls that have had a program.
         families: captures of calls that differ in sizes alone, by kind of call.
         last_capture: capture of the latest call, None after one without a program.
+        turn: lets one thread at a time into calls.
     """
 
     model: nn.Module
@@ -144,6 +146,7 @@ class ExecutionContext:
     shapes: set[Any] = field(default_factory=set)
     families: BoundedCache[ShapeFamily] = field(default_factory=BoundedCache)
     last_capture: Capture | None = None
+    turn: Turn = field(default_factory=Turn)
 
     @cached_property
     def graph_pool(self) -> Any:

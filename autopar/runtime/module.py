@@ -28,6 +28,7 @@ from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import Told, call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
+from autopar.runtime.agreement.turn import in_turn
 from autopar.runtime.border.border import Border
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
@@ -204,8 +205,7 @@ class DistributedModule(StatefulModule):
         on_host = self._context.device.type == "cpu" and self._options.backend == "eager"
         return on_host and not self._fallback
 
-    # Calls.
-
+    @in_turn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on this rank's rows; scalar results are means over the global batch."""
         if torch.is_inference_mode_enabled():  # DTensors do not support inference mode

@@ -25,6 +25,7 @@ from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
+from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.compiler_branches import warn_of_branches
 from autopar.runtime.context import ExecutionContext, MakeStrategies
@@ -127,7 +128,13 @@ class PlannedModule(nn.Module):
         infos, stream = dict(parameters), RandomStream(options, device)
         self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol, self._watch = Protocol.of(model), StepWatch()
+        if self._protocol is not None:
+            self._context.turn = self._protocol.channel.turn
         self._executor: SpmdExecutor | PipelineExecutor | None = None
+
+    @property
+    def _turn(self) -> Turn:
+        return self._context.turn
 
     @property
     def user_module(self) -> nn.Module:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import socket
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -18,8 +22,19 @@ from autopar.common.groups import backends_of
 from autopar.cost_model.host import boot_id
 from autopar.environment import check_launch
 from autopar.errors import CommunicationError, StrategyError
+from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.lost_peers import wait_for_launcher
+from autopar.waiting import awaited
+
+POLL_S = 0.1
+"""Seconds between two looks at how many ranks are there."""
+
+LOOKS = 20
+"""Looks after which a rank asks which others are not."""
+
+NUM_TOLD = "autopar/devices"
+"""Key of the number of ranks that have told their devices."""
 
 LAUNCH_COMMAND = "autopar run SCRIPT --nproc {n}   (or: torchrun --nproc-per-node {n} SCRIPT)"
 
@@ -59,31 +74,79 @@ def ensure_process_group(device: torch.device, world_size: int | None, timeout_s
 
 def _initialize(device: torch.device, timeout: datetime.timedelta) -> None:
     """Initializes torch.distributed for a device, after all ranks have told theirs."""
-    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    limit_s = timeout.total_seconds()
+    where = f"the store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        meet = partial(next, rendezvous("env://", timeout=timeout))
+        store, rank, ranks = awaited(meet, lambda: where, limit_s, say_on_first_ranks)
+    except (TimeoutError, RuntimeError) as error:
+        raise CommunicationError(
+            f"rank {os.environ['RANK']} did not reach {where} within {limit_s:g} s: is rank 0 "
+            f"running there? ({first_line(error)})"
+        ) from error
     store.set_timeout(timeout)
     store = _of_this_attempt(store)
     on_gpu = device.type == "cuda"
     own = RankDevice.of(device, {"cpu": "gloo", **({"cuda": "nccl"} if on_gpu else {})})
     store.set(f"autopar/device/{rank}", json.dumps(asdict(own)))
     keys = [f"autopar/device/{rank}" for rank in range(ranks)]
-    try:
-        store.wait(keys)
-    except RuntimeError as error:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise CommunicationError(
-            f"rank(s) {absent} did not call autopar.compile within {timeout.total_seconds():g} s: "
-            "look for the first error among all ranks' output, or give a larger timeout_s"
-        ) from error
+    _wait_for_all(store, keys, limit_s)
     check_ranks([RankDevice(**json.loads(text)) for text in store.multi_get(keys)])
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=ranks,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-        pg_options=high_priority_nccl(timeout) if on_gpu else None,
-    )
+
+    def connect() -> None:
+        if on_gpu:
+            torch.cuda.set_device(device)  # each thread has its own
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+            pg_options=high_priority_nccl(timeout) if on_gpu else None,
+        )
+
+    try:
+        awaited(connect, lambda: "connections of all ranks", limit_s, say_on_first_ranks)
+    except TimeoutError as error:
+        raise CommunicationError(f"rank {rank}: {error}") from error
+
+
+def _wait_for_all(store: Store, keys: Sequence[str], limit_s: float) -> None:
+    """Waits until every rank has told its device under its key."""
+    late, end = list(range(len(keys))), time.monotonic() + limit_s
+
+    def find_late() -> None:
+        late[:] = [rank for rank in late if not store.check([keys[rank]])]
+
+    def hear() -> None:
+        # torch's own wait would log each time that a part of it ends
+        store.add(NUM_TOLD, 1)
+        for looks in itertools.count(1):
+            if store.add(NUM_TOLD, 0) >= len(keys):
+                return late.clear()
+            if looks % LOOKS == 0 or time.monotonic() > end:
+                find_late()
+            if time.monotonic() > end:
+                return None
+            time.sleep(POLL_S)
+
+    try:
+        told = "rank(s) {} to call autopar.compile".format
+        awaited(hear, lambda: told(late), limit_s + 1, say_on_first_ranks)
+    except (TimeoutError, RuntimeError) as error:
+        raise CommunicationError(f"the ranks' store is lost: {first_line(error)}") from error
+    if late:
+        raise CommunicationError(
+            f"rank(s) {late} did not call autopar.compile within {limit_s:g} s: "
+            "look for the first error among all ranks' output, or give a larger timeout_s"
+        )
+
+
+def say_on_first_ranks(text: str) -> None:
+    """Prints a line on the first two ranks of each host: one of them may be waited for."""
+    if int(os.environ.get("LOCAL_RANK", "0")) < 2:
+        print(f"autopar: rank {os.environ['RANK']} {text}", file=sys.stderr, flush=True)
 
 
 def _of_this_attempt(store: Store) -> Store:

@@ -7,6 +7,7 @@ not in the L2 cache: they rotate over copies of twice its size.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -73,13 +74,11 @@ class QueueTimer:
     def _time_node(self, node: fx.Node) -> QueuedTime | None:
         copies = 1 + math.ceil(self._rotated / max(1, operator_bytes(node)))
         for low, high in integer_ranges(node):
-            try:
+            with contextlib.suppress(Exception):  # operators that fail are modelled instead
                 calls = [bind(node, low, high) for _ in range(min(copies, _MOST_RUNS))]
                 for call in calls[:2]:  # loads kernels and fills torch's allocator
                     call()
                 return self.time_call(calls)
-            except Exception:  # operators that fail are modelled instead
-                continue
         return None
 
     def _behind(self, calls: Sequence[Call], count: int, host_s: float) -> QueuedTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -155,12 +156,10 @@ def operator_bytes(node: fx.Node) -> int:
 def runnable(node: fx.Node) -> Callable[[], object] | None:
     """The operator on random tensors, after one run to warm up; None if it cannot be run."""
     for low, high in integer_ranges(node):
-        try:
+        with contextlib.suppress(Exception):  # operators that fail are modelled instead
             call = bind(node, low, high)
             call()
             return call
-        except Exception:  # operators that fail are modelled instead
-            continue
     return None
 
 

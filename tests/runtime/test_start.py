@@ -1,6 +1,10 @@
 """The model's device decides how the ranks communicate; ranks that cannot are all told."""
 
+import contextlib
+import io
 import os
+import socket
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +18,7 @@ import autopar
 from autopar.capture.model_info import device_of
 from autopar.commands.script import default_processes
 from autopar.common.groups import backend_of
-from autopar.errors import StrategyError
+from autopar.errors import CommunicationError, StrategyError
 from autopar.runtime.start import RankDevice, check_ranks, ensure_process_group
 from tests.harness.worlds import Raised, run
 
@@ -52,7 +56,8 @@ def started_on_gpus(rank: int, world_size: int, indices: list[int]) -> Any:
         mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
     ):
         ensure_process_group(device, None, 33.0)
-    current, (arguments, options) = asked
+    current, of_thread, (arguments, options) = asked
+    assert of_thread == current
     del options["store"]
     return current, arguments, options
 
@@ -67,6 +72,42 @@ def test_a_model_on_a_gpu_uses_gloo_and_nccl_bound_to_its_device() -> None:
         assert options["timeout"].total_seconds() == 33
         assert options["pg_options"].is_high_priority_stream
         assert options["pg_options"]._timeout == options["timeout"]
+
+
+def started_late(rank: int, world_size: int, timeout_s: float) -> str:
+    """The error of a start that another rank comes to too late, and what the wait for it said."""
+    if rank == 1:
+        time.sleep(2.5)
+    said = io.StringIO()
+    with mock.patch("autopar.waiting.TELL_S", 0.3), contextlib.redirect_stderr(said):
+        try:
+            autopar.compile(nn.Linear(2, 2), strategy="ddp", timeout_s=timeout_s)
+        except CommunicationError as error:
+            return f"{error}\n{said.getvalue()}"
+    return said.getvalue()
+
+
+def test_a_start_says_whom_it_waits_for() -> None:
+    first, _ = run(started_late, 2, init=False, timeout_s=60)
+    assert "autopar: rank 0 waits for rank(s) [1] to call autopar.compile, for 5" in first
+
+
+@pytest.mark.slow
+def test_a_start_ends_without_a_rank_that_is_late() -> None:
+    first, second = run(started_late, 2, init=False, timeout_s=1)
+    assert "rank(s) [1] did not call autopar.compile within 1 s" in first
+    assert "rank 1: waited for connections of all ranks for 1 s" in second
+
+
+def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        told = f"rank 1 did not reach the store at 127.0.0.1:{port} within 1 s"
+        with pytest.raises(CommunicationError, match=told):
+            ensure_process_group(torch.device("cpu"), None, 1.0)
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_all_ranks_before_nccl_starts() -> None:

@@ -217,7 +217,7 @@ class Guards:
                 raise PlanError(
                     f"parameter {name} of {type(self._model).__name__} was replaced by one that is "
                     "not sharded as the plan says. Replace modules before autopar.compile, or load "
-                    "other values by load_state_dict."
+                    "a state by load_state_dict."
                 )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import distributed as dist
@@ -28,6 +28,7 @@ from autopar.runtime.agreement.record import (
     differences,
     encode,
 )
+from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.watch.collective_log import LOG
 from autopar.runtime.watch.hang import watch, where_ranks_are
 
@@ -42,12 +43,17 @@ class Exchanged:
 
 @dataclass
 class Channel:
-    """A process group over which all ranks exchange records."""
+    """A process group over which all ranks exchange records.
+
+    Attributes:
+        turn: lets one thread at a time use it, and modules that do.
+    """
 
     rows: RowExchange
     num_exchanges: int = 0
     num_modules: int = 0
     finish_pending: Callable[[], Exchanged] | None = None
+    turn: Turn = field(default_factory=Turn)
 
     @property
     def size(self) -> int:
@@ -67,8 +73,9 @@ class Channel:
     def exchange(
         self, event: str, entries: Sequence[Entry] = (), payload: bytes = b""
     ) -> Exchanged:
-        self.start_exchange(event, entries, payload)
-        exchanged = self.finish_exchange()
+        with self.turn:
+            self.start_exchange(event, entries, payload)
+            exchanged = self.finish_exchange()
         assert exchanged is not None
         return exchanged
 

@@ -198,9 +198,10 @@ class Protocol:
             advice = "Scale the loss alike on every rank: it is that of the global batch."
             entry = Entry("enter with another gradient", scale, advice=advice)
             norm = _norm_of_rows(gradient) if compares_rows else []
-            self.channel.start_exchange(event, [entry], samples=norm, then=_check_norms)
-            if not finishes:
-                self.channel.finish_exchange()
+            with self.channel.turn:
+                self.channel.start_exchange(event, [entry], samples=norm, then=_check_norms)
+                if not finishes:
+                    self.channel.finish_exchange()
 
         if len(outputs) == 1:
             outputs[0].register_hook(on_backward)  # costs a tenth

@@ -157,7 +157,8 @@ class _PipelineFunction(torch.autograd.Function):
         if not call.compiled.graphs.tangents.issuperset(tangents):
             call = executor.rerun_with_all_tangents(call, ctx.state)
         retain_graph = backward_keeps_graph()
-        call.run_backward(tangents, retain_graph)
+        with executor.context.turn:
+            call.run_backward(tangents, retain_graph)
         if call.interleaves_backward and tangents:
             executor.loss_tangent = call.next_loss_tangent
         # A call that no_sync holds back, or after one, has gradients of others in its own.

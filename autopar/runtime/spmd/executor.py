@@ -228,7 +228,8 @@ class SpmdFunction(torch.autograd.Function):
         tangents = {index: gradient for index, gradient in pairs if gradient is not None}
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        return (None, *call.run_backward(saved, tangents))
+        with call.context.turn:
+            return (None, *call.run_backward(saved, tangents))
 
 
 def _has_states(graph: CompiledGraph) -> bool:

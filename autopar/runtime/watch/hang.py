@@ -35,6 +35,9 @@ IDLE_S = 1.5
 REPLY_S = 1.5
 """Seconds in which the other ranks answer."""
 
+TELL_S = (5.0, 60.0)
+"""Seconds between two lines about a wait: in its first minute, and later."""
+
 SAME_QUESTION_S = 5.0
 """Seconds in which a rank uses the answers to another rank's question."""
 
@@ -98,6 +101,7 @@ class Watcher(threading.Thread):
         self._world, self._store, self._rank = weakref.ref(world), store, dist.get_rank()
         self._next, self._ended = 0, threading.Event()
         self.answered: tuple[int, float] | None = None
+        self._told_at, self._answering = 0.0, threading.Lock()
 
     def watches(self, world: dist.ProcessGroup) -> bool:
         return self._world() is world
@@ -112,8 +116,22 @@ class Watcher(threading.Thread):
                     return
                 try:
                     self._answer()
+                    self._tell()
                 except RuntimeError:  # the store is gone, and the run with it
                     return
+
+    def _tell(self) -> None:
+        """Prints where ranks are, now and then while this one waits.
+
+        The first two ranks of a host do it: one of them may be waited for.
+        """
+        if LOG.current is None or int(os.environ.get("LOCAL_RANK", "0")) > 1:
+            return
+        now = time.perf_counter()
+        waited_s = now - LOG.current[1]
+        if min(waited_s, now - self._told_at) >= TELL_S[waited_s >= TELL_S[1]]:
+            self._told_at = now
+            print(f"autopar: {where_ranks_are()}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Ends the thread before the interpreter does, which must not meet it in the store."""
@@ -138,12 +156,13 @@ class Watcher(threading.Thread):
         return dict(sorted(found.items()))
 
     def _answer(self) -> None:
-        """Answers all open questions."""
-        while self._store.check([f"{_QUESTIONS}/{self._next}"]):
-            here = json.dumps(asdict(Whereabouts.here()))
-            self._store.set(f"{_QUESTIONS}/{self._next}/{self._rank}", here)
-            self.answered = self._next, time.monotonic()
-            self._next += 1
+        """Answers all open questions; the main thread asks and answers too."""
+        with self._answering:
+            while self._store.check([f"{_QUESTIONS}/{self._next}"]):
+                here = json.dumps(asdict(Whereabouts.here()))
+                self._store.set(f"{_QUESTIONS}/{self._next}/{self._rank}", here)
+                self.answered = self._next, time.monotonic()
+                self._next += 1
 
 
 def _is_there(store: Store) -> bool:
