@@ -188,8 +188,13 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, functools.partial) and isinstance(other, functools.partial):
         return one.func is other.func and _equal(_given(one), _given(other))
-    same = type(one) is type(other) and not isinstance(one, Tensor)
-    return same and isinstance(one, (*PLAIN, tuple, list, dict, set)) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):  # a GRU lists its weights, and tensors are never equal
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return isinstance(one, (*PLAIN, set)) and bool(one == other)
 
 
 def _given(function: functools.partial[Any]) -> tuple[Any, ...]:

@@ -181,3 +181,28 @@ def test_what_is_not_alike_is_traced(use: str, monkeypatch: pytest.MonkeyPatch) 
     every = traced(model, x)
     for ours, theirs in zip(run(once), run(every), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Recurrent(nn.Module):
+    """A block with a list of tensors among its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gru(x)[0]
+
+
+def test_blocks_that_list_tensors_are_traced() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Recurrent() for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    assert {info.block for info in traced(Rows(), torch.rand(2, 3, 8)).parameters.values()}
