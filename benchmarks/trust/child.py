@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Loaded here: each fork would take seconds, and as another user it may not even read the module.
+import torch._dynamo  # noqa: F401
+
 Tell = Callable[[Any], None]
 """Sends a message to the parent."""
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # loaded once here, not again in each fork
 from torch import nn
 
 from autopar.checkpoints.checkpointer import Checkpointer
