@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import getpass
 import hashlib
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -28,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from autopar.elastic.agent import KILL_S, LEFT, Agent, Failure
 from autopar.elastic.logs import RankLogs
 from autopar.elastic.rounds import Rounds, address_towards, say
-from autopar.errors import CommunicationError
+from autopar.errors import CommunicationError, StrategyError
 from autopar.runtime.lost_peers import LAUNCHED
 from autopar.waiting import awaited
 
@@ -82,6 +84,10 @@ def run(launch: Launch) -> int:
     Returns:
         0 if all ranks did; 128 plus a signal's number if this launcher or its ranks were told to
         leave; `RETRY` if there were too few nodes; the status of the first rank that failed.
+
+    Raises:
+        StrategyError: this process may open too few files.
+        CommunicationError: one node has no store for its ranks.
     """
     launch, logs = named(launch), RankLogs(launch.log_dir)
     patience_s = str(launch.silence_s + KILL_S)  # to learn which node is gone
@@ -91,6 +97,13 @@ def run(launch: Launch) -> int:
     except SignalException as told:
         say(f"told to stop by {told.sigval.name}; start the same command again to go on")
         return 128 + told.sigval
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise StrategyError(
+            f"the launcher may open {most} files, too few for {launch.nproc} ranks: raise ulimit -n"
+        ) from error
 
 
 def _run_until_over(launch: Launch, logs: RankLogs) -> int:

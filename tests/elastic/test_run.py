@@ -1,6 +1,7 @@
 """Ranks that fail are started again; what the launcher says, keeps and returns."""
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from autopar.cli import main
 from autopar.elastic.run import RETRY, Launch, named, run
+from autopar.errors import StrategyError
 
 SCRIPT = """
 import os, signal, sys, time
@@ -202,6 +204,16 @@ def test_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.2", port))  # loopback as well, another address
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.wait() == 143
+
+
+def test_too_few_files_are_named() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(StrategyError, match="may open 3 files, too few for 2 ranks"):
+            run(Launch(["a.py"], 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_ids_of_runs() -> None:
