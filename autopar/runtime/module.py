@@ -21,7 +21,6 @@ from autopar.common.notices import warn_once
 from autopar.common.world import rank
 from autopar.errors import CaptureError, NumericsWarning, StrategyError
 from autopar.ir.placement import Shard, rows_of_parts
-from autopar.plan.layout import Layout
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import gather_objects
@@ -379,24 +378,6 @@ class DistributedModule(StatefulModule):
 
     # Parameters.
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages.
-
-        Yields remote parameters if its stages have none, since torch's optimizers need at least
-        one. Optimizers forget remote parameters before their first step.
-        """
-        found = list(super().named_parameters(prefix, recurse, remove_duplicate))
-        held = Layout(self.plan).parameters_on(rank()) if self.plan is not None else None
-        if self._deferred is None:
-            yield from [(n, p) for n, p in found if not is_remote(p)] or found
-        elif held is None:
-            yield from found
-        else:
-            first_names = {p: n for n, p in self._wrapped[0].named_parameters()}
-            yield from [(n, p) for n, p in found if first_names[p] in held] or found
-
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -417,7 +398,8 @@ class DistributedModule(StatefulModule):
         if self._protocol is not None:
             self._protocol.agree_on_clipping(max_norm, norm_type)
         order = float(norm_type)
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        own = [p for p in self.parameters() if not is_remote(p)]
+        gradients = [p.grad for p in own if p.grad is not None]
         has_stages = self.plan is not None and self.plan.pp_size > 1
         if gradients or not has_stages:
             norm = total_norm(gradients, order, foreach)
@@ -430,7 +412,7 @@ class DistributedModule(StatefulModule):
                 f"the norm of order {order} of all gradients is {norm.item()}, so they cannot be "
                 "clipped. With error_if_nonfinite=False they are scaled by it anyway."
             )
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm, foreach=foreach)
+        nn.utils.clip_grads_with_norm_(own, max_norm, norm, foreach=foreach)
         return norm
 
     def _norm_over_stages(self, norm: torch.Tensor, order: float) -> torch.Tensor:

@@ -34,7 +34,7 @@ from autopar.report.table import compressed
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.parameters.distribute import broadcast_from_rank0
+from autopar.runtime.parameters.distribute import broadcast_from_rank0, is_remote
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import Comparison, Deviation, Verification
 
@@ -298,12 +298,12 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _values(model: nn.Module, kind: str) -> dict[str, Tensor]:
     named = model.named_parameters() if kind == "parameter" else model.named_buffers()
-    return {name: _full(value.detach()) for name, value in named}
+    return {name: _full(value.detach()) for name, value in named if not is_remote(value)}
 
 
 def _make_optimizer(make: Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
     """An optimizer of the local parameters; None for a stage without any."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad and not is_remote(p)]
     return make_optimizer(make, trained) if trained else None
 
 

@@ -139,8 +139,9 @@ class Pair:
             optimizer.zero_grad()
 
     def gradients(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Whole gradients of both, by name."""
-        plain, parallel = ({n: whole(p.grad) for n, p in m.named_parameters()} for m in self.models)
+        """Whole gradients of both, by name, without those of other stages."""
+        named = ([(n, p) for n, p in m.named_parameters() if not p.is_meta] for m in self.models)
+        plain, parallel = ({n: whole(p.grad) for n, p in each} for each in named)
         return plain, parallel
 
     def check_gradients(self, tolerance: float = 1e-9) -> None:

@@ -34,6 +34,7 @@ from autopar.integrations.rows import gather_results
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.parameters.distribute import is_remote
 
 
 class AutoparFabricStrategy(DDPStrategy):
@@ -148,7 +149,7 @@ class AutoparFabricStrategy(DDPStrategy):
         self.precision.unscale_gradients(optimizer)
         held = {p for group in optimizer.param_groups for p in group["params"]}
         model = self._model_of(optimizer)
-        if held >= set(model.parameters()):
+        if held >= {p for p in model.parameters() if not is_remote(p)}:
             return model.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return nn.utils.clip_grad_norm_(held, max_norm, norm_type, error_if_nonfinite)
 

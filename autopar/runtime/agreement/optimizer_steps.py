@@ -60,13 +60,19 @@ def _register() -> None:
 
 def _record_step(optimizer: Optimizer, *_: Any) -> None:
     """Records a step for each module whose parameters the optimizer trains."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = ids_of(optimizer)
     text = f"{type(optimizer).__name__} with {hyperparameters(optimizer)}"
     for observer in _OBSERVERS:
-        if any(id(p) in observer.parameter_ids for p in parameters):
+        if not own.isdisjoint(observer.parameter_ids):
             observer.steps.append((text, len(optimizer.param_groups)))
             if _is_coupled(optimizer):
                 observer.coupling = type(optimizer).__name__
+
+
+def ids_of(optimizer: Optimizer) -> set[int]:
+    """`id` of each parameter of an optimizer, with those that it left to other stages."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return own | getattr(optimizer, "forgotten_by_autopar", frozenset())
 
 
 def _is_coupled(optimizer: Optimizer) -> bool:
@@ -80,7 +86,7 @@ def _is_coupled(optimizer: Optimizer) -> bool:
 
 def trains_a_module(optimizer: Optimizer) -> bool:
     """Whether an optimizer has parameters of a module that ranks train together."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = ids_of(optimizer)
     return any(not own.isdisjoint(observer.parameter_ids) for observer in _OBSERVERS)
 
 

@@ -223,15 +223,18 @@ def release_from_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _forget_released(optimizer: torch.optim.Optimizer) -> None:
+    forgotten = set(getattr(optimizer, "forgotten_by_autopar", ()))
     for group in optimizer.param_groups:
         remaining = []
         for parameter in group["params"]:
             if getattr(parameter, "released_by_autopar", False):
                 optimizer.state.pop(parameter, None)
                 parameter.grad = None
+                forgotten.add(id(parameter))
             else:
                 remaining.append(parameter)
         group["params"] = remaining
+    optimizer.forgotten_by_autopar = frozenset(forgotten)  # type: ignore[attr-defined]
 
 
 def _distributed_as(parameter: DTensor, value: Any) -> Any:

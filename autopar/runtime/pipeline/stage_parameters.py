@@ -30,6 +30,7 @@ from autopar.runtime.parameters.distribute import (
     release_from_optimizers,
     swap_parameter,
 )
+from autopar.runtime.parameters.remote import mark_remote
 from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.parameters.strided_shard import register_strided_shard_support
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -70,6 +71,7 @@ def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
                 part = local_part(parameter.detach()).to("meta")
                 placeholder = in_layout_of(parameter, part)
                 swap_parameter(parameter, parameter_like(parameter, placeholder))
+            mark_remote(parameter)
     release_from_optimizers(dropped)
 
 
