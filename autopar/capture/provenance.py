@@ -80,6 +80,7 @@ class Annotate(TorchFunctionMode):
         form = traceable(func) if args else func  # a form's first parameter has another name
         with explaining_writes():
             result = form(*args, **kwargs)
+        self.real.check(given, result, user_position(sys._getframe(1)))
         self.constants.follow(func, args, kwargs, given, result)
         return result
 

@@ -175,7 +175,26 @@ def _load_tracer() -> None:
     importlib.import_module("autopar._torch_dynamo")
 
 
+def _check_no_iterators(traced: TracedCall) -> None:
+    """Checks that no state was read which cannot be compared.
+
+    Raises:
+        StrategyError: the model reads an iterator.
+    """
+    modules = dict(traced.model[0].named_modules())
+    read = {f"self.{key}": vars(modules[name]).get(key) for name, key in traced.reads()}
+    read |= {name: variable.value for name, variable in traced.variables.items()}
+    for name, value in read.items():
+        if isinstance(value, Iterator):
+            raise StrategyError(
+                f"{type(traced.model[0]).__name__} reads {name}, a {type(value).__name__}: a graph "
+                "would repeat its first values for ever. Take values from it in the loop and give "
+                "them as arguments, or keep a list and count calls in an attribute."
+            )
+
+
 def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
+    _check_no_iterators(traced)
     graph, effects = to_training_graph(module, traced), traced.effects
     undo_sorts(graph)
     return Capture(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -151,7 +151,8 @@ class TracedCall(nn.Module):
                 annotate.module = ""
                 result = loss_fn(result, target)
         self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
-        return (*self._outputs_of(result), *(state[name].detach() for name in self.rebound))
+        given = (*known.values(), *tensors)
+        return (*self._outputs_of(result, given), *(state[name].detach() for name in self.rebound))
 
     def reads(self) -> tuple[Attribute, ...]:
         """Attributes that the graph depends on, for all blocks that share a trace."""
@@ -166,7 +167,7 @@ class TracedCall(nn.Module):
         found = ((name, key) for name, known in keys.items() for key in known)
         return tuple(attribute for attribute in found if attribute not in self.policy.counters)
 
-    def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
+    def _outputs_of(self, result: Any, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         results, _ = flatten(result)
         if written := writes_of(self.effects):
             result = (result, list(written.values()))
@@ -178,13 +179,23 @@ class TracedCall(nn.Module):
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
-        outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        outputs = [_copied_if_in(given, x) for x in leaves if isinstance(x, torch.Tensor)]
         has_loss = any(
             isinstance(x, torch.Tensor) and x.requires_grad and not x.dim() for x in results
         )
         if has_loss and not self.all_tangents:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(outputs)
+
+
+def _copied_if_in(given: Iterable[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """A copy of a trained output that is a given tensor or a view of one.
+
+    AOTAutograd would make it anew outside of the graph, and leave out its gradient.
+    """
+    base = output if output._base is None else output._base
+    is_given = any(x is base or x is output or x._base is base for x in given)
+    return output.clone() if is_given and output.requires_grad else output
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

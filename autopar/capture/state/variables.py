@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -97,9 +97,15 @@ def _search(entry: Any, kind: type, found: dict[str, Variable], seen: set[CodeTy
         for name in loaded
         if name in function.__globals__
     ]
-    for where, variable in variables:
+    searched: set[int] = set()
+    for where, variable in variables:  # grows by the variables of modules
         value = variable.value
-        if _python_function(value) is not None:
+        if isinstance(value, ModuleType):
+            if not _is_fixed(value) and id(value) not in searched:
+                searched.add(id(value))
+                named = [name for name in attributes if name in vars(value)]
+                variables += [(value.__name__, Variable(vars(value), name)) for name in named]
+        elif _python_function(value) is not None:
             _search(value, type(None), found, seen)
         elif isinstance(value, (*PLAIN, tuple, enum.Enum, torch.Tensor)) or (
             contents(value) is not None
@@ -107,6 +113,11 @@ def _search(entry: Any, kind: type, found: dict[str, Variable], seen: set[CodeTy
             found.setdefault(f"{where}.{variable.name}", variable)
     for name in attributes:
         _search(member_of(kind, name)[1], kind, found, seen)
+
+
+def _is_fixed(module: ModuleType) -> bool:
+    """Whether a module's variables are taken for constants."""
+    return module.__name__.partition(".")[0] in ("torch", "numpy", "autopar")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from autopar._torch import (
     is_transformed,
     without_modes,
 )
-from autopar.errors import CaptureError
+from autopar.capture.values.pure_calls import tensors_in
+from autopar.errors import CaptureError, StrategyError
 
 _REFUSAL = "mutating a non-functional tensor"
 
@@ -36,6 +38,25 @@ class RealTensors:
             if id(x) not in self._copies and _is_real(x):
                 with without_modes(), torch.no_grad():
                     self._copies[id(x)] = x, x._version, x.detach().clone()
+
+    @staticmethod
+    def check(given: Iterable[Tensor], result: Any, where: tuple[str, int] | None) -> None:
+        """Checks that no result trains a real tensor, which a graph holds as a constant.
+
+        Raises:
+            StrategyError: one would, at this file and line.
+        """
+        if not any(x.requires_grad for x in tensors_in(result)):
+            return
+        for x in given:
+            if x.requires_grad and _is_real(x):
+                line = "" if where is None else " at {}:{}".format(*where)
+                raise StrategyError(
+                    f"forward trains a tensor of shape {list(x.shape)}{line} that is no parameter "
+                    "of the model, such as an attribute with requires_grad, a variable of a "
+                    "closure, or a parameter of a module given as an argument. Make it an "
+                    "nn.Parameter or a submodule of the model, or detach() it."
+                )
 
     def restore(self) -> None:
         """Gives tensors that were changed their values again."""
