@@ -54,7 +54,8 @@ class RealTensors:
                 raise StrategyError(
                     f"forward trains a tensor of shape {list(x.shape)}{line} that is no parameter "
                     "of the model, such as an attribute with requires_grad, a variable of a "
-                    "closure, or a parameter of a module given as an argument. Make it an "
+                    "closure, an item of a list, or a parameter of a module given as an argument. "
+                    "Make it an "
                     "nn.Parameter or a submodule of the model, or detach() it."
                 )
 

@@ -54,7 +54,7 @@ _VALUES = ("T", "mT", "H", "mH", "data", "real", "imag")
 
 
 class _Remote:
-    """What a parameter refuses that has no values on this rank."""
+    """Refusals of a parameter that has no values on this rank."""
 
     shape: torch.Size
 
