@@ -27,6 +27,7 @@ from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients
+from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.compiler_branches import warn_of_branches
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
@@ -206,6 +207,7 @@ class PlannedModule(nn.Module):
             load_now()
 
     @torch.enable_grad()  # a plan is for training, though the first call may be an evaluation
+    @apart_from_hooks()
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans for the arguments of a call, or falls back to torch's data parallelism."""
 

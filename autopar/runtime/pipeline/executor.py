@@ -17,6 +17,7 @@ from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.codegen.program import untouched
+from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
@@ -55,9 +56,13 @@ class PipelineExecutor:
                 given = context.differentiable_inputs(shard)
                 anchor = torch.zeros((), requires_grad=True)  # this rank may train nothing
                 state = context.guards.state
-                outputs = _PipelineFunction.apply(
-                    self, call, tuple(given), state, *given.values(), anchor
-                )
+                try:
+                    outputs = _PipelineFunction.apply(
+                        self, call, tuple(given), state, *given.values(), anchor
+                    )
+                except BaseException:  # a checkpoint stops its second forward like this
+                    context.write_buffers(call.updates, compiled.capture.rebound_buffers)
+                    raise
             else:
                 outputs = call.run_forward()
         context.write_buffers(call.updates, compiled.capture.rebound_buffers)
@@ -76,7 +81,8 @@ class PipelineExecutor:
         key = (self.context.call_key(micro_batches[0]), torch.is_grad_enabled())
         if len(micro_batches) > 1 and key not in self.is_coupled:
             try:
-                self.context.capture(micro_batches[0])
+                with apart_from_hooks():
+                    self.context.capture(micro_batches[0])
             except CoupledRowsError:
                 self.is_coupled[key] = True
             else:
@@ -95,7 +101,7 @@ class PipelineExecutor:
             mesh = context.mesh
             has_pp = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
             group = mesh.get_group("pp") if mesh is not None and has_pp else None
-            with paused_collector():
+            with paused_collector(), apart_from_hooks():
                 captured = context.capture_on_all_ranks(micro_batch)
                 op_strategies = context.op_strategies(captured, micro_batch)
                 compiled = CompiledPipelineCall(

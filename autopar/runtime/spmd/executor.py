@@ -16,6 +16,7 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
+from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -37,10 +38,12 @@ class SpmdExecutor:
             else:
                 given = context.differentiable_inputs(shard)
                 call.differentiable = tuple(given)
-                outputs = apply_function(SpmdFunction, call, *given.values())
+                try:
+                    outputs = apply_function(SpmdFunction, call, *given.values())
+                finally:  # a checkpoint stops its second forward where the last tensor is saved
+                    self._write_updates(call)
         finish_exchange()  # the program may have no collective
-        if call.updates:
-            self._write_updates(call)
+        self._write_updates(call)
         return context.result_of(program.capture, program.returned, outputs)
 
     def program(self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
@@ -49,7 +52,7 @@ class SpmdExecutor:
         key = (*context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
         if (program := self.programs.get(key)) is not None:
             return program
-        with paused_collector():
+        with paused_collector(), apart_from_hooks():
             captured = context.capture_on_all_ranks(shard)
             program = build_program(
                 captured,
@@ -66,6 +69,8 @@ class SpmdExecutor:
         return self.programs.add(key, program, context.options.max_programs)
 
     def _write_updates(self, call: SpmdCall) -> None:
+        if not call.updates:
+            return
         updates = call.updates.items()
         buffers = {of.name: value for of, value in updates if isinstance(of, roles.Buffer)}
         self.context.write_buffers(buffers, call.program.capture.rebound_buffers)
