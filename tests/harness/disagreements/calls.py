@@ -1,6 +1,7 @@
 """Ranks that disagree about a call: its mode, arguments, order and number."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,16 @@ class MoreRows(Loop):
 class TooFewRows(Loop):
     def rows(self, step: int) -> int:
         return 1 if step == FAULT else ROWS
+
+
+class WithoutRows(Loop):
+    class Everyone(Loop):
+        def options(self) -> dict[str, Any]:
+            return {**super().options(), "rows": {"x": 0}}
+
+    class Odd(Everyone):
+        def data(self, step: int) -> Tensor:
+            return torch.ones(()) if step == FAULT else super().data(step)
 
 
 class AnotherOrder(Loop):
