@@ -29,6 +29,9 @@ from autopar.runtime.agreement.consensus import (
 )
 from autopar.runtime.module import DistributedModule
 
+MAX_STEPS = 10**15
+"""Most steps of a run, beyond which a number is taken for a mistake."""
+
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds before the last checkpoint of a run is tried again."""
 
@@ -93,7 +96,6 @@ class Checkpointer:
         self._stamp: Stamp | None = None  # of the last checkpoint that this run read or wrote
         self._broken: set[int] = set()
         self._lock: IO[str] | None = None  # held by rank 0 from the first save on
-        self._has_folder = False
         _check_shared(self._folder.path)
 
     @property
@@ -137,8 +139,11 @@ class Checkpointer:
         Raises:
             CheckpointError: this checkpoint (with `wait`), or the one before, was not written, or
                 another job saves into the folder.
-            StrategyError: a state holds other objects than tensors and plain data.
+            StrategyError: `step` is no whole number from 0 on, or a state holds other objects than
+                tensors and plain data.
         """
+        if step is not None:
+            count("step", step, 0, MAX_STEPS)
         self._writer.finish()
         self._broken.discard(self._saved_step)  # it has been written anew
         self._take_folder()
@@ -204,12 +209,10 @@ class Checkpointer:
 
     def _take_folder(self) -> None:
         """Locks the folder for this job; raises CheckpointError on every rank if another has it."""
-        if not self._has_folder:
-            broadcast_from_rank0(self._lock_folder)
-            self._has_folder = True
+        broadcast_from_rank0(self._lock_folder)
 
     def _lock_folder(self) -> None:
-        self._lock = self._folder.lock()
+        self._lock = self._folder.lock(self._lock)
 
     def _next_stamp(self) -> Stamp:
         """The stamp of the next checkpoint: of the run that was resumed, or of a new one.

@@ -12,6 +12,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import stat
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -83,24 +85,52 @@ class CheckpointFolder:
         """Folder that the checkpoint of a step is written into."""
         return self.path / f"step-{step}.partial"
 
-    def lock(self) -> IO[str]:
+    def lock(self, held: IO[str] | None = None) -> IO[str]:
         """A lock on the folder, which lasts until the file is closed or the process ends.
 
+        `held` is the lock that this job has already; the folder may have been deleted since.
+        Several Checkpointers of one process share the folder.
+
         Raises:
-            CheckpointError: another job saves into the folder.
+            CheckpointError: another job saves into the folder, or it cannot be locked.
         """
-        file = (self.path / LOCK).open("a")
+        file = held if held is not None and self._is_lock(held) else self._open_lock()
+        owner = f"{socket.gethostname()} {os.getpid()}"
         try:
-            # POSIX locks work over NFS, and end with the process even if it is killed.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # flock is of this open file: unlike a POSIX lock, no other reader of it can end it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            if file.read(len(owner) + 1) == owner:
+                return file
             file.close()
             raise CheckpointError(
                 f"another job saves into {self.path}: end it, or give this one another folder"
             ) from error
         except OSError:
-            pass  # a file system without locks: runs are told apart by their stamps alone
+            return file  # no locks on this file system: runs are told apart by their stamps alone
+        file.seek(0)
+        file.truncate()
+        file.write(owner)
+        file.flush()
         return file
+
+    def _open_lock(self) -> IO[str]:
+        path = self.path / LOCK
+        flags = os.O_CREAT | os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"cannot lock {self.path}: {error}") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CheckpointError(f"cannot lock {self.path}: {path} is no regular file")
+        return os.fdopen(descriptor, "r+")
+
+    def _is_lock(self, file: IO[str]) -> bool:
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(file.fileno()), (self.path / LOCK).stat())
+        return False
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of a step into.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from autopar.checkpoints.position import DataPosition
 from autopar.checkpoints.random_state import RandomState
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
-from autopar.errors import CheckpointError, LossyWarning, NumericsWarning
+from autopar.errors import AutoparError, CheckpointError, LossyWarning, NumericsWarning
 from autopar.runtime.agreement.consensus import is_multi_rank
 from autopar.runtime.local_steps.module import LocalStepsModule
 from autopar.runtime.module import DistributedModule
@@ -102,7 +103,8 @@ class TrainingState:
 
         Files that are `trusted` may hold any objects.
         """
-        is_same_mesh = values["mesh"] == _mesh(self.model)
+        with _explaining_values(folder):
+            is_same_mesh = values["mesh"] == _mesh(self.model)
         group = group_of(self.model) if is_same_mesh else 0  # other groups begin as the first
         tensors = self._own_tensors()
         if not is_same_mesh and tensors["model"].pop(STATE_DICT_KEY, None) is not None:
@@ -132,11 +134,12 @@ class TrainingState:
         )
         for name, each in self.extra.items():
             each.load_state_dict(tensors["extra"][name])
-        for name in ("scheduler", "scaler"):
-            mine = getattr(self, name)
-            if mine is not None and values[name] is not None:
-                mine.load_state_dict(values[name])
-        self._load_own(values["ranks"], is_same_mesh)
+        with _explaining_values(folder):
+            for name in ("scheduler", "scaler"):
+                mine = getattr(self, name)
+                if mine is not None and values[name] is not None:
+                    mine.load_state_dict(values[name])
+            self._load_own(values["ranks"], is_same_mesh)
 
     def _load_own(self, ranks: Sequence[Mapping[str, Any]], is_same_mesh: bool) -> None:
         """Takes over this rank's place in the data and its random numbers."""
@@ -153,6 +156,20 @@ class TrainingState:
                 "autopar differs from the run before the restart: on another mesh dropout draws "
                 "other masks",
             )
+
+
+@contextlib.contextmanager
+def _explaining_values(folder: Any) -> Iterator[None]:
+    """Raises CheckpointError where values are not those that `values` gives."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} holds other values than autopar saves ({type(error).__name__}: {error}): "
+            "delete it, so that the one before is resumed"
+        ) from error
 
 
 def _mesh(model: nn.Module) -> dict[str, int] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import hashlib
 import logging
 import os
@@ -149,7 +148,7 @@ def named(launch: Launch) -> Launch:
         return launch
     if launch.nodes == (1, 1):
         return replace(launch, run_id=uuid.uuid4().hex, endpoint="127.0.0.1:0")
-    told = [getpass.getuser(), launch.endpoint, *map(str, launch.nodes), *launch.command]
+    told = [str(os.getuid()), launch.endpoint, *map(str, launch.nodes), *launch.command]
     return replace(launch, run_id=hashlib.sha256("\0".join(told).encode()).hexdigest()[:16])
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 EQUAL = 0.005
 """Relative difference of two predicted steps that counts as none."""
 
+LOOSE = 0.5
+"""Gap to a bound above which the bound says nothing about the plan."""
+
 
 def verdict_lines(plan: PlanSpec) -> Iterator[str]:
     """Lines on the outcome of the search behind a plan."""
@@ -63,4 +66,6 @@ def _bound(plan: PlanSpec) -> str:
     if not plan.search.bound_s:
         return "; no bound is proven"
     gap = plan.search.gap(plan.prediction.step_s)
+    if gap > LOOSE:
+        return "; the search stopped early, and a better plan may exist: raise --time-limit"
     return f"; no plan takes less than {milliseconds(plan.search.bound_s)}, so the gap is {gap:.1%}"

@@ -43,8 +43,8 @@ _CACHES = ("cost_type",)
 
 _FUNCTIONS = {f"{f.__module__}:{f.__qualname__}": f for f in FUNCTIONS}
 
-_REFUSED = (torch.ops.aten.from_file.default,)
-"""Operators that act on the machine without any tensor: these open or make a file."""
+_FILES = {"filename"}
+"""Arguments by which an operator opens or makes a file."""
 
 _CONSTRUCTORS: Constructors = {
     **constructors_in([*field_types(TrainingGraph), Partial, Replicate, Shard, Varying]),
@@ -162,9 +162,16 @@ def _function(name: str) -> Callable[..., Any]:
         raise PassError(
             f"cannot find {name}: {failure}; import the module that defines it"
         ) from failure
-    if not isinstance(called, OpOverload) or called in _REFUSED:
+    if not isinstance(called, OpOverload) or not _computes(called):
         raise PassError(f"{name} is no operator that graphs call")
     return called
+
+
+def _computes(operator: OpOverload) -> bool:
+    """Whether an operator makes tensors, from no file: others act on the machine or the process."""
+    schema = operator._schema
+    makes_tensors = any("Tensor" in str(each.type) for each in schema.returns)
+    return makes_tensors and _FILES.isdisjoint(each.name for each in schema.arguments)
 
 
 def _written(value: Any) -> str:

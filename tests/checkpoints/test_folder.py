@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.checkpoints.folder import CheckpointFolder, Stamp, faults_of, sums_of
+from autopar.checkpoints.folder import LOCK, CheckpointFolder, Stamp, faults_of, sums_of
+from autopar.errors import CheckpointError
 from benchmarks.trust.histories import run_history
 
 
@@ -17,8 +18,26 @@ def test_a_second_job_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert not subprocess.run(command, check=False).returncode
     with CheckpointFolder(tmp_path).lock():
+        (tmp_path / LOCK).read_text()  # as a backup does; a POSIX lock would end with it
+        with CheckpointFolder(tmp_path).lock():
+            pass  # another Checkpointer of this process
         second = subprocess.run(command, check=False, capture_output=True, text=True)
     assert "CheckpointError: another job saves into" in second.stderr
+
+
+def test_a_folder_that_was_deleted_is_locked_anew(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    with folder.lock() as first:
+        (tmp_path / LOCK).unlink()
+        with folder.lock(first) as second:
+            assert second is not first
+            assert folder.lock(second) is second
+
+
+def test_a_pipe_is_no_lock(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(CheckpointError, match="no regular file"):
+        CheckpointFolder(tmp_path).lock()
 
 
 @pytest.mark.slow

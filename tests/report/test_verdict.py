@@ -28,6 +28,8 @@ def test_gain_bound_and_gap() -> None:
     assert verdict == f"verdict: {than}, by prediction"
     assert extent.startswith("time was over: planned 3 mesh(es)")
     assert extent.endswith("no plan takes less than 90.0 ms, so the gap is 10.0%")
+    loose = replace(plan, search=SearchOutcome(3, 2, 0.01, "zero3", 0.12, complete=False))
+    assert [*verdict_lines(loose)][1].endswith("may exist: raise --time-limit")
     assert "20.0% faster" in brief(plan)
     assert "20.0% faster" in summary(plan)
     assert figures(plan)["search"]["gap"] == pytest.approx(0.1)

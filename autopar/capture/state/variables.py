@@ -8,7 +8,8 @@ from __future__ import annotations
 import dis
 import enum
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,15 +26,17 @@ MAX_FUNCTIONS = 400
 
 @dataclass(frozen=True)
 class Variable:
-    """A global variable in a module's globals, or a closure variable in its cell."""
+    """A global variable in a module's globals, one of a class, or a closure's in its cell."""
 
-    scope: dict[str, Any] | CellType
+    scope: dict[str, Any] | type | CellType
     name: str
 
     @property
     def value(self) -> Any:
         if isinstance(self.scope, dict):
             return self.scope.get(self.name, MISSING)
+        if isinstance(self.scope, type):
+            return vars(self.scope).get(self.name, MISSING)
         try:
             return self.scope.cell_contents
         except ValueError:  # not bound yet
@@ -42,6 +45,8 @@ class Variable:
     def set(self, value: Any) -> None:
         if isinstance(self.scope, dict):
             self.scope[self.name] = value
+        elif isinstance(self.scope, type):
+            setattr(self.scope, self.name, value)
         else:
             self.scope.cell_contents = value
 
@@ -61,6 +66,11 @@ def find_variables(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Mapp
     hooks = [hook for m in modules for table in HOOKS for hook in getattr(m, table).values()]
     for entry in (*patched, *hooks, loss_fn):
         _search(entry, type(None), found, seen)
+    helpers = dict.fromkeys(type(value) for m in modules for value in vars(m).values())
+    for kind in helpers:  # code calls methods of plain objects that modules hold
+        if not _is_of_library(kind) and not issubclass(kind, nn.Module):
+            for entry in vars(kind).values():
+                _search(entry, kind, found, seen)
     if isinstance(loss_fn, nn.Module):
         for name, module in loss_fn.named_modules(prefix="loss_fn"):
             tables = vars(module), module._buffers
@@ -97,22 +107,48 @@ def _search(entry: Any, kind: type, found: dict[str, Variable], seen: set[CodeTy
         for name in loaded
         if name in function.__globals__
     ]
-    searched: set[int] = set()
-    for where, variable in variables:  # grows by the variables of modules
+    variables += _of_class(kind, attributes)
+    searched = {id(kind)}
+    for where, variable in variables:  # grows by the variables of modules and classes
         value = variable.value
+        owner = value if isinstance(value, type) else type(value)
+        if id(owner) not in searched:  # members of an enum are of its class again
+            searched.add(id(owner))
+            variables += _of_class(owner, attributes)
         if isinstance(value, ModuleType):
             if not _is_fixed(value) and id(value) not in searched:
                 searched.add(id(value))
                 named = [name for name in attributes if name in vars(value)]
                 variables += [(value.__name__, Variable(vars(value), name)) for name in named]
         elif _python_function(value) is not None:
-            _search(value, type(None), found, seen)
+            scope = variable.scope
+            _search(value, scope if isinstance(scope, type) else type(None), found, seen)
         elif isinstance(value, (*PLAIN, tuple, enum.Enum, torch.Tensor)) or (
             contents(value) is not None
         ):
             found.setdefault(f"{where}.{variable.name}", variable)
     for name in attributes:
         _search(member_of(kind, name)[1], kind, found, seen)
+
+
+def _of_class(kind: type, attributes: Iterable[str]) -> list[tuple[str, Variable]]:
+    """Variables of a user's class, inherited ones included, that code may read by these names."""
+    return [
+        (f"{each.__module__}.{each.__qualname__}", Variable(each, name))
+        for each in kind.__mro__
+        if not _is_of_library(each)
+        for name in attributes
+        if name in vars(each)
+    ]
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether a class is built in or of a library."""
+    module = sys.modules.get(kind.__module__)
+    if module is None or kind.__module__ == "__main__":
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None or is_library(file)
 
 
 def _is_fixed(module: ModuleType) -> bool:

@@ -77,7 +77,7 @@ def _says(plan: PlanSpec, p: Prediction) -> str:
     if plan.pipeline is None:
         return (
             "The rank with the most to do: its blocks and operators, and below them the messages "
-            "under way over each axis. Compute waits where it needs a message that is not there."
+            "under way over each axis. Gaps are waits for communication."
         )
     waits = ", ".join(f"{share:.0%}" for share in p.idle)
     shades = " The shade is the stage on its rank." if plan.pipeline.stages_per_rank > 1 else ""

@@ -19,6 +19,28 @@ SCALE = 1.0
 SEEN: list[Tensor] = []
 
 
+class Settings:
+    """Numbers of a class, as configurations often are."""
+
+    scale = 1.0
+
+
+class Tuned:
+    """An object with a property of a number of its class."""
+
+    _factor = 1.0
+
+    @property
+    def factor(self) -> float:
+        return self._factor
+
+
+def reset() -> None:
+    """Gives globals and classes their first values."""
+    global SCALE
+    SCALE = Settings.scale = Tuned._factor = 1.0
+
+
 class Layer(nn.Module):
     """A linear layer and a loss; what forward does with Python is in `step`."""
 
@@ -28,6 +50,7 @@ class Layer(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.drop = nn.Dropout(0.0)
         self.act: nn.Module = nn.Tanh()
+        self.tuned = Tuned()
         self.register_buffer("ema", torch.zeros(4))
         self.last = torch.zeros(4).double()
         self.queue = torch.zeros(6, 4).double()
@@ -181,6 +204,7 @@ class Blocks(nn.Module):
 
 def reads_everything(self: Any, h: Tensor) -> Any:
     scale = self.k * self.ks[0] * self.config.inner.scale * SCALE
+    scale *= Settings.scale * self.tuned.factor
     return scale * (2.0 if self.mode is Mode.SUM else 1.0) * (3.0 if self.layer.training else 1.0)
 
 
@@ -203,6 +227,14 @@ def set_mode(m: Any, step: int) -> None:
 def set_global(m: Any, step: int) -> None:
     global SCALE
     SCALE = float(step)
+
+
+def set_class(m: Any, step: int) -> None:
+    Settings.scale = float(step)
+
+
+def set_property(m: Any, step: int) -> None:
+    Tuned._factor = float(step)
 
 
 def set_probability(m: Any, step: int) -> None:
@@ -252,6 +284,8 @@ CHANGES = [
     set_config,
     set_mode,
     set_global,
+    set_class,
+    set_property,
     set_probability,
     eval_a_part,
     freeze_a_part,
@@ -294,13 +328,12 @@ def alike(
     make: Callable[[], Any], between: Between | None = None, zero: int = 0, **options: Any
 ) -> Any:
     """Trains a model plain and compiled: all is the same. Returns both."""
-    global SCALE
     plain = make().double()
     want = train(plain, between)
-    SCALE = 1.0
+    reset()
     m = autopar.compile(make().double(), strategy=fixed(zero, **options), fallback=False)
     have = train(m, between)
-    SCALE = 1.0
+    reset()
     errors = {n: relative_error(have[1][n], want[1][n]) for n in want[1]}
     errors |= {f"step {i}": relative_error(have[0][i], want[0][i]) for i in range(STEPS)}
     assert have[1].keys() == want[1].keys()
