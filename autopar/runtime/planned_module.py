@@ -206,10 +206,13 @@ class PlannedModule(nn.Module):
         else:
             load_now()
 
-    @torch.enable_grad()  # a plan is for training, though the first call may be an evaluation
-    @apart_from_hooks()
     def plan_for(self, leaves: list[Any], structure: Any) -> None:
         """Plans for the arguments of a call, or falls back to torch's data parallelism."""
+        # a plan is for training, though the first call may be an evaluation
+        with torch.enable_grad(), apart_from_hooks():
+            self._plan_for_training(leaves, structure)
+
+    def _plan_for_training(self, leaves: list[Any], structure: Any) -> None:
 
         def first_rows(model_parallel_size: int, pp_size: int, micro_batches: int) -> BatchShard:
             options = replace(

@@ -28,8 +28,8 @@ SETUPS: list[dict[str, Any]] = [
 
 def spoil(model: Any, rank: int, name: str) -> None:
     """Puts an infinity into one gradient, on the last of the ranks that have a part of it."""
-    parameter = dict(model.named_parameters()).get(name)
-    if parameter is None or parameter.grad is None:  # on another stage
+    parameter = dict(model.named_parameters())[name]
+    if parameter.is_meta or parameter.grad is None:  # on another stage
         return
     gradient = parameter.grad
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
