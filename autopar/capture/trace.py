@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import itertools
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -185,7 +186,7 @@ def _check_no_iterators(traced: TracedCall) -> None:
     read = {f"self.{key}": vars(modules[name]).get(key) for name, key in traced.reads()}
     read |= {name: variable.value for name, variable in traced.variables.items()}
     for name, value in read.items():
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             raise StrategyError(
                 f"{type(traced.model[0]).__name__} reads {name}, a {type(value).__name__}: a graph "
                 "would repeat its first values for ever. Take values from it in the loop and give "

@@ -143,7 +143,7 @@ def compare(rank: int, world_size: int, name: str, strategy: Any) -> None:
     for kind, make in {**APART, **WHOLE, **COUPLED}.items():
         plain = make_regressor()
         want = train(plain, make([*plain.named_parameters()])), plain.state_dict()
-        fails = kind not in APART if name in ("zero3", "tp") else name == "pp" and kind in COUPLED
+        fails = name == "pp" and kind in COUPLED
         if fails:
             failing = compiled(strategy)
             with pytest.raises((RuntimeError, LookupError, autopar.AutoparError)):

@@ -153,7 +153,9 @@ def _is_of_library(kind: type) -> bool:
 
 def _is_fixed(module: ModuleType) -> bool:
     """Whether a module's variables are taken for constants."""
-    return module.__name__.partition(".")[0] in ("torch", "numpy", "autopar")
+    package = module.__name__.partition(".")[0]
+    of_python = package in sys.stdlib_module_names and package != "os"  # it has the environment
+    return of_python or package in ("torch", "numpy", "autopar")
 
 
 @functools.lru_cache(maxsize=4096)
