@@ -68,7 +68,7 @@ SETUPS: Mapping[str, Setup] = {
 
 
 class Answer(NamedTuple):
-    """What one rank reports."""
+    """The report of one rank."""
 
     observed: Observed | None = None
     warned: tuple[str, ...] = ()

@@ -81,7 +81,7 @@ class Observed(NamedTuple):
 
 
 class Element:
-    """What a loop does beside the usual, at the moments that it overrides.
+    """A change to the usual loop, at the moments that it overrides.
 
     Attributes:
         traits: of the model, as in `Net`.

@@ -19,7 +19,7 @@ Tell = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child told, and how it ended.
+    """The answer of a child, and its end.
 
     Attributes:
         status: exit status, negative for a signal.

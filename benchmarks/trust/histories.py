@@ -60,7 +60,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Process:
-    """What one process of a history does.
+    """The work of one process of a history.
 
     Attributes:
         first: mark of its first save.

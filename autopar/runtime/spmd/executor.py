@@ -40,8 +40,9 @@ class SpmdExecutor:
                 call.differentiable = tuple(given)
                 try:
                     outputs = apply_function(SpmdFunction, call, *given.values())
-                finally:  # a checkpoint stops its second forward where the last tensor is saved
+                except BaseException:  # a checkpoint stops its second forward like this
                     self._write_updates(call)
+                    raise
         finish_exchange()  # the program may have no collective
         self._write_updates(call)
         return context.result_of(program.capture, program.returned, outputs)

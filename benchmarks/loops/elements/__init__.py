@@ -1,4 +1,4 @@
-"""What loops do beside forward, backward and step; a loop has at most one element of each group."""
+"""Elements of loops beside forward, backward and step, of each group at most one a loop."""
 
 from collections.abc import Mapping
 
