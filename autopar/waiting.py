@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def awaited(
     Args:
         call: what may block.
         what: names what is waited for; asked before each line.
-        limit_s: seconds until the wait ends.
+        limit_s: seconds until the wait ends, infinity for work without a limit.
         say: prints a line, every `TELL_S` seconds.
 
     Raises:
@@ -49,4 +50,5 @@ def awaited(
             return done.result()
         if left_s <= TELL_S:
             raise TimeoutError(f"waited for {what()} for {limit_s:.0f} s")
-        say(f"waits for {what()}, for {left_s - TELL_S:.0f} s at most")
+        limit = f", for {left_s - TELL_S:.0f} s at most" if left_s < math.inf else ""
+        say(f"waits for {what()}{limit}")

@@ -20,16 +20,14 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from autopar.checkpoints.folder import CheckpointFolder, FileSum, Stamp, sums_of
+from autopar.checkpoints.folder import VALUES, CheckpointFolder, FileSum, Stamp, sums_of
 from autopar.checkpoints.host_copy import HostCopy
+from autopar.checkpoints.torch_index import INDEX
 from autopar.common.groups import gather_values, gloo_group
 from autopar.common.world import rank
 from autopar.errors import CheckpointError
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import is_multi_rank
-
-VALUES = "training.pt"
-"""File of the step, schedules, random states and places in the data, written by rank 0."""
 
 PLAN = "plan.json"
 
@@ -171,7 +169,7 @@ def _sums(begun: Path, values: Mapping[str, Any]) -> dict[str, FileSum]:
     own = sums_of(begun, [f"__{rank()}_"])
     if rank() == 0:
         torch.save(values, begun / VALUES)
-        own |= sums_of(begun, [".metadata", VALUES, PLAN])
+        own |= sums_of(begun, [INDEX, VALUES, PLAN])
     return own
 
 

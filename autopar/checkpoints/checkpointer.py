@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.checkpoints.background import VALUES, BackgroundWriter
-from autopar.checkpoints.folder import CheckpointFolder, Stamp, faults_of
+from autopar.checkpoints.background import BackgroundWriter
+from autopar.checkpoints.folder import VALUES, CheckpointFolder, Stamp, faults_of
 from autopar.checkpoints.plain_data import read_values
 from autopar.checkpoints.preemption import Preemption
 from autopar.checkpoints.training_state import TrainingState
 from autopar.common.checks import count
 from autopar.common.notices import warn_once
-from autopar.common.world import rank
+from autopar.common.world import rank, world_size
 from autopar.errors import BatchError, CheckpointError, CheckpointWarning, StrategyError
 from autopar.runtime.agreement.consensus import (
     broadcast_from_rank0,
@@ -28,6 +30,7 @@ from autopar.runtime.agreement.consensus import (
     is_multi_rank,
 )
 from autopar.runtime.module import DistributedModule
+from autopar.waiting import awaited
 
 MAX_STEPS = 10**15
 """Most steps of a run, beyond which a number is taken for a mistake."""
@@ -256,10 +259,16 @@ class Checkpointer:
 
 def _faults(folder: Path) -> list[str]:
     """Faults of a checkpoint; each rank reads a part of its files."""
+    part = partial(faults_of, folder, rank(), world_size())
+    own = awaited(part, lambda: f"the checksums of {folder}", math.inf, _say)
     if not is_multi_rank():
-        return faults_of(folder, 0, 1)
-    own = faults_of(folder, rank(), dist.get_world_size())
+        return own
     return sorted({fault for faults in gather_objects(own) for fault in faults})
+
+
+def _say(text: str) -> None:
+    if rank() == 0:
+        print(f"autopar {text}", file=sys.stderr, flush=True)
 
 
 def _check_shared(folder: Path) -> None:

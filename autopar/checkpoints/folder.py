@@ -22,12 +22,16 @@ from typing import IO
 
 import msgspec
 
+from autopar.checkpoints.torch_index import INDEX
 from autopar.common.files import open_file, read_typed
 from autopar.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
 STAMP = "run.json"
 LOCK = ".lock"
+VALUES = "training.pt"
+"""File of the step, schedules, random states and places in the data, written by rank 0."""
+
 CHUNK = 1 << 22  # bytes read at once
 
 FileSum = tuple[int, int]
@@ -139,10 +143,10 @@ class CheckpointFolder:
         """
         for each in self._entries():
             if re.fullmatch(r"step-\d+\.partial", each.name):
-                shutil.rmtree(each, ignore_errors=True)
+                _delete(each)
             elif re.fullmatch(r"step-\d+\.replaced", each.name):
                 if each.with_suffix("").exists():
-                    shutil.rmtree(each, ignore_errors=True)
+                    _delete(each)
                 else:  # killed between the two renames of `publish`
                     each.rename(each.with_suffix(""))
         partial = self.partial_of(step)
@@ -162,7 +166,7 @@ class CheckpointFolder:
             whole.rename(replaced)
         partial.rename(whole)
         _sync(self.path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _delete(replaced)
 
     def prune(self, keep: int, run: str, broken: Collection[int]) -> None:
         """Deletes all but the last `keep` checkpoints of a run.
@@ -172,7 +176,7 @@ class CheckpointFolder:
         of_run = [each for each in self.saved() if each.stamp.run == run]
         whole = [x for x in of_run if x.step not in broken and has_all_bytes(x.path)]
         for each in whole[keep:]:
-            shutil.rmtree(each.path, ignore_errors=True)
+            _delete(each.path)
 
     def _entries(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):
@@ -235,6 +239,8 @@ def _read_sums(folder: Path) -> dict[str, FileSum]:
     for name in sums:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"{name!r} is no name of a file")
+    if not sums.keys() >= {INDEX, VALUES}:
+        raise ValueError(f"{INDEX} and {VALUES} have no sums")
     return sums
 
 
@@ -243,6 +249,14 @@ def _stamp(folder: Path, step: int) -> Stamp:
     with contextlib.suppress(OSError, ValueError):
         return read_typed(folder / STAMP, Stamp)
     return Stamp("", 0, step)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a folder, or whatever has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

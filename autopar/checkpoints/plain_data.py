@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from autopar._torch import pytree
+from autopar.checkpoints.torch_index import INDEX, read_index
 from autopar.common.files import open_file
 from autopar.errors import CheckpointError, StrategyError
 from autopar.formatting import first_line
@@ -38,31 +39,6 @@ _TRUST = (
     "Checkpoints of autopar before 0.1 hold objects: if nobody else could write this folder, call "
     "resume(trusted=True) once, and the next save is plain."
 )
-
-_METADATA = frozenset(
-    {
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),  # Python 3.13
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "ChunkStorageMetadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-    }
-)
-"""Module and name of all that a `.metadata` file names, besides dtypes."""
 
 
 def check_plain(what: str, values: Any) -> None:
@@ -154,11 +130,8 @@ class PlainReader(FileSystemReader):
         self.fs = _RegularFiles()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open_file(Path(self.path) / ".metadata") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        for entry in (metadata.storage_data or {}).values():
-            if Path(entry.relative_path).name != str(entry.relative_path):
-                raise pickle.UnpicklingError(f".metadata leads out of its folder: {entry}")
+        with open_file(Path(self.path) / INDEX) as file:
+            metadata = read_index(Path(self.path), file)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -172,17 +145,3 @@ class PlainPlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)  # raises before torch reads it without a check
         value.seek(0)
         super().load_bytes(read_item, value)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that knows the types of an index alone."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no index holds")

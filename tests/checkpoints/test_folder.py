@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from autopar.checkpoints.folder import LOCK, CheckpointFolder, Stamp, faults_of, sums_of
+from autopar.checkpoints.folder import (
+    CHECKSUMS,
+    LOCK,
+    VALUES,
+    CheckpointFolder,
+    Stamp,
+    faults_of,
+    sums_of,
+)
+from autopar.checkpoints.torch_index import INDEX
 from autopar.errors import CheckpointError
 from benchmarks.trust.histories import run_history
 
@@ -49,9 +58,7 @@ def test_the_newest_whole_checkpoint_survives_any_history(tmp_path: Path, seed: 
 def test_json_that_is_too_deep_is_a_fault(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2):
-        begun = folder.begin(step)
-        (begun / "data").write_text("data")
-        folder.publish(step, sums_of(begun, ["data"]), Stamp("run", 1, step))
+        _save(folder, step)
     for name in ("checksums.json", "run.json"):
         (folder.of_step(2) / name).write_text('{"a":' * 100_000)
         newest, *_ = [it for it in folder.saved() if not faults_of(it.path, 0, 1)]
@@ -61,8 +68,32 @@ def test_json_that_is_too_deep_is_a_fault(tmp_path: Path) -> None:
 def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
     """Four terabytes of holes take hours to sum."""
     folder = CheckpointFolder(tmp_path)
-    begun = folder.begin(1)
-    (begun / "data").write_text("data")
-    folder.publish(1, sums_of(begun, ["data"]), Stamp("run", 1, 1))
-    os.truncate(folder.of_step(1) / "data", 1 << 42)
-    assert faults_of(folder.of_step(1), 0, 1) == ["data has 4398046511104 bytes instead of 4"]
+    _save(folder, 1)
+    os.truncate(folder.of_step(1) / VALUES, 1 << 42)
+    fault = "training.pt has 4398046511104 bytes instead of 4"
+    assert faults_of(folder.of_step(1), 0, 1) == [fault]
+
+
+def test_a_checkpoint_without_its_index_is_not_whole(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2, 3):
+        _save(folder, step)
+    (folder.of_step(3) / CHECKSUMS).write_text("{}")
+    (folder.of_step(2) / INDEX).unlink()
+    assert [it.step for it in folder.saved() if not faults_of(it.path, 0, 1)] == [1]
+    folder.prune(1, "run", ())
+    assert folder.of_step(1).exists()
+
+
+def test_a_file_in_the_way_is_deleted(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.partial_of(1).write_text("")
+    _save(folder, 1)
+    assert not faults_of(folder.of_step(1), 0, 1)
+
+
+def _save(folder: CheckpointFolder, step: int) -> None:
+    begun = folder.begin(step)
+    for name in (INDEX, VALUES):
+        (begun / name).write_text("data")
+    folder.publish(step, sums_of(begun, [INDEX, VALUES]), Stamp("run", 1, step))
