@@ -1,5 +1,8 @@
 """Variables of the environment that are wrong."""
 
+import subprocess
+import sys
+
 import pytest
 
 import autopar
@@ -42,3 +45,18 @@ def test_wrong_places_of_ranks(
             monkeypatch.setenv(key, text)
     with pytest.raises(StrategyError, match=told):
         check_launch()
+
+
+def test_ctrl_c_while_torch_loads_ends_the_command() -> None:
+    """Some imports go on after a KeyboardInterrupt."""
+    code = (
+        "import os, signal, sys\n"
+        "class Swallows:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "sys.meta_path.insert(0, Swallows())\n"
+        "from autopar.__main__ import main; sys.exit(main())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130

@@ -38,6 +38,9 @@ RETRY = 75
 
 RECONNECT_S = 1.0
 
+LAUNCHER_FILES = 24
+"""Files that the launcher holds open itself; below, torch fails in many places."""
+
 # A rank dies with its launcher: PR_SET_PDEATHSIG holds after exec.
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
@@ -88,6 +91,12 @@ def run(launch: Launch) -> int:
         StrategyError: this process may open too few files.
         CommunicationError: one node has no store for its ranks.
     """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    too_few = StrategyError(
+        f"the launcher may open {most} files, too few for {launch.nproc} ranks: raise ulimit -n"
+    )
+    if most < LAUNCHER_FILES + launch.nproc:
+        raise too_few
     launch, logs = named(launch), RankLogs(launch.log_dir)
     patience_s = str(launch.silence_s + KILL_S)  # to learn which node is gone
     try:
@@ -99,10 +108,7 @@ def run(launch: Launch) -> int:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise StrategyError(
-            f"the launcher may open {most} files, too few for {launch.nproc} ranks: raise ulimit -n"
-        ) from error
+        raise too_few from error
 
 
 def _run_until_over(launch: Launch, logs: RankLogs) -> int:
