@@ -38,8 +38,8 @@ class Setup:
     strategy: Mapping[str, Any] | str
     batch: Literal["global", "local"] = "global"
 
-    def compile(self, model: nn.Module, ranks: int) -> Any:
-        """The compiled model."""
+    def compile(self, model: nn.Module, ranks: int, **options: Any) -> Any:
+        """The compiled model; `options` are further ones of `autopar.compile`."""
         strategy = self.strategy
         return autopar.compile(
             model,
@@ -50,6 +50,7 @@ class Setup:
             rows=0 if self.batch == "local" else None,
             cluster=Cluster.default(ranks, "cpu"),
             time_limit_s=None,
+            **options,
         )
 
 

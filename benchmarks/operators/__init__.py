@@ -1,0 +1,1 @@
+"""torch's own operators beside eager, as layers: `python -m benchmarks.operators`."""
