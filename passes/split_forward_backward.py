@@ -32,14 +32,14 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
     values, including parameters, from `Saved` inputs.
     """
     start = graph.backward_start
-    if start.op == "output":
-        return Split(graph, None)
-    nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
-    at = nodes.index(start)
-    late = set(nodes[at:])
-    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     table = dict(zip(graph.outputs, graph.results, strict=True))
     late_results = {r: n for r, n in table.items() if _is_late(r)}
+    if start.op == "output" and not late_results:  # a gradient may be a tangent as it is
+        return Split(graph, None)
+    nodes = [n for n in graph.graph.nodes if n.op in ("call_function", "get_attr")]
+    at = len(nodes) if start.op == "output" else nodes.index(start)
+    late = set(nodes[at:])
+    roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
     read = [n for node in nodes[at:] for n in node.all_input_nodes]
     read += [n for n in late_results.values() if n is not None]  # the forward may compute some
     needed = dict.fromkeys(n for n in read if n not in late)

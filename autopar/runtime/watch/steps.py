@@ -66,7 +66,7 @@ class StepWatch:
         """Remembers the numbers of rows and tokens of the step in progress."""
         rows = shard.slices.rows
         tokens = next((_size(x) for x in shard.call.leaves if _is_tokens(x)), 0)
-        self.rows = rows, shard.rows, tokens * rows / shard.rows
+        self.rows = rows, shard.rows, tokens * rows / max(shard.rows, 1)
 
     def restart(self) -> None:
         """Forgets all steps."""
