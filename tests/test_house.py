@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "cost_model")
@@ -73,13 +72,6 @@ def test_links_lead_to_the_root_folders(name: str) -> None:
     assert not folder.is_symlink(), f"{name}/ is the real folder, autopar/{name} the link"
     assert link.is_symlink(), f"autopar/{name} must be a link, not a copy that shadows {name}/"
     assert link.readlink() == Path("..") / name
-
-
-def test_setuptools_finds_every_package() -> None:
-    folders = {path.parent for path in package_files()}
-    folders |= {path.parent for path in (ROOT / "cost_model").rglob("*.json")}
-    on_disk = {dotted_name(folder / "__init__.py") for folder in folders}
-    assert on_disk == set(find_packages(str(ROOT), include=["autopar*"]))
 
 
 def test_files_stay_short() -> None:
