@@ -25,12 +25,15 @@ from torch import nn
 from autopar.arguments import check, priced_precision
 from autopar.capture.call import flattened, last_part
 from autopar.capture.model_info import describe_parameters, device_of
+from autopar.common.notices import warn_once
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.build_module import build_module
 from autopar.driver.local_steps import allowed_steps, build_groups, with_local_steps
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import make_problem
+from autopar.environment import untested_torch
+from autopar.errors import AutoparWarning
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
@@ -138,6 +141,8 @@ def compile(
     """
     arguments = dict(locals())
     check(**arguments)
+    if text := untested_torch(torch.__version__):
+        warn_once(AutoparWarning, text)
     device = device_of(model, device)
     ranks = ensure_process_group(device, world_size, timeout_s)
     given = SimpleNamespace(**arguments)

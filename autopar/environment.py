@@ -7,6 +7,10 @@ import os
 
 from autopar.errors import StrategyError
 
+OLDEST_TORCH = 2, 11
+NEWEST_TORCH = 2, 14
+"""Releases of torch, as (major, minor), that the tests of autopar have met."""
+
 
 def check_log_level() -> None:
     """Checks LOGLEVEL, by which torch fails to load.
@@ -17,6 +21,18 @@ def check_log_level() -> None:
     level = os.environ.get("LOGLEVEL")
     if level is not None and level not in logging.getLevelNamesMapping():
         raise StrategyError(f"LOGLEVEL={level!r}: give DEBUG, INFO, WARNING or ERROR, or unset it")
+
+
+def untested_torch(version: str) -> str | None:
+    """A warning where torch is older or newer than the releases that autopar's tests have met."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if OLDEST_TORCH <= (major, minor) <= NEWEST_TORCH:
+        return None
+    tested = " to ".join(".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
+    return (
+        f"autopar is tested with torch {tested}, this is {version}: give verify=True once for each "
+        "model, which compares training steps with the plain model's"
+    )
 
 
 def check_launch() -> None:

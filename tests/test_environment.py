@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
-from autopar.environment import check_launch
+from autopar.environment import check_launch, untested_torch
 from autopar.errors import StrategyError
 
 
@@ -20,6 +20,13 @@ def test_a_wrong_level_of_logging_is_named_before_torch_fails_to_load(
     monkeypatch.delitem(vars(autopar), "compile", raising=False)  # as before its first use
     with pytest.raises(StrategyError, match="LOGLEVEL='bad'"):
         _ = autopar.compile
+
+
+def test_releases_of_torch_that_no_test_has_met() -> None:
+    assert untested_torch("2.13.0+cpu") is None
+    assert untested_torch("2.11.1") is None
+    for version in ("2.10.0", "2.99.0a0+git1", "3.0.0"):
+        assert f"this is {version}" in (untested_torch(version) or "")
 
 
 @pytest.mark.parametrize(
