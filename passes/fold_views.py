@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -50,17 +52,29 @@ def _identical(node: fx.Node) -> fx.Node | None:
     """The nearest value among those that a view is of with the same elements in the same order.
 
     Views do not depend on strides. So equal elements at equal addresses of the fake tensors show
-    that a chain of views is the identity, whatever strides a kernel gives its result.
+    that a chain of views is the identity, whatever strides a kernel gives its result. The chain
+    runs on the fake value itself: the fake view may be of another that a pass has replaced.
     """
-    view, source = node.meta["val"], node
+    view, source, chain = node.meta["val"], node, list[fx.Node]()
     while _is_single_view(source):
+        chain.insert(0, source)
         source = source.all_input_nodes[0]
-        known = source.meta["val"]
-        if not isinstance(known, torch.Tensor):
+        value = source.meta["val"]
+        if not isinstance(value, torch.Tensor):
             return None
-        if _layout(view) == _layout(known) and _has_distinct_elements(known):
+        alike = _layout(view) == _layout(value) and _has_distinct_elements(value)
+        if alike and _layout(_viewed(value, source, chain)) == _layout(value):
             return source
     return None
+
+
+def _viewed(value: torch.Tensor, source: fx.Node, chain: Sequence[fx.Node]) -> torch.Tensor:
+    """The last view of a chain that begins at a source, whose fake value is given."""
+    values: dict[fx.Node, torch.Tensor] = {source: value}
+    for node in chain:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return values[chain[-1]]
 
 
 def _vector_sum(node: fx.Node) -> fx.Node | None:

@@ -180,9 +180,15 @@ def _mark(graph: fx.Graph, source: fx.Node, place: int, result: fx.Node) -> None
         node.meta = {**result.meta, "val": target(*fakes)}
         return node
 
+    # a copy is dense in the order of its dims, but views of the result follow its own order
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
+    places = sorted(order, key=order.__getitem__)
     with graph.inserting_before(result.next), value.fake_mode:
         failed = op(aten.ne.Scalar, op(operator.getitem, source, place), 0)
         shape = [*known.shape, *[1] * (value.dim() - known.dim())]
-        made = op(aten.masked_fill.Scalar, result, op(aten.view.default, failed, shape), math.nan)
+        failed = op(aten.permute.default, op(aten.view.default, failed, shape), order)
+        dense = op(aten.permute.default, result, order)
+        marked = op(aten.masked_fill.Scalar, dense, failed, math.nan)
+        made = op(aten.permute.default, marked, places)
     for user in users:
         user.replace_input_with(result, made)
