@@ -4,14 +4,19 @@ Functions import this where they need it, so that `import autopar` costs nothing
 before a trace: modules that load while torch traces would run on fake tensors.
 """
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._dynamo.backends.common import aot_autograd as aot_backend
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
+from torch._ops import OpOverload
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
 from torch.distributed.pipelining.schedules import _ComputationType as PipelineWork
@@ -26,3 +31,53 @@ def new_size_symbol(env: ShapeEnv, size: int, name: str) -> torch.SymInt:
     symbol = env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
     made: Any = env.create_symintnode(symbol, hint=size, source=source)
     return made
+
+
+@contextlib.contextmanager
+def kernels_before_formulas() -> Iterator[None]:
+    """Records operators that have a derivative as they are, not as torch's formulas for them.
+
+    Under the Python dispatcher torch takes a formula in Python for some operators before autograd
+    sees them, and one need not be what the kernel computes.
+    """
+    formulas = {target: target.py_kernels.pop(DispatchKey.Autograd) for target in _replaceable()}
+    try:
+        for target in formulas:
+            target._dispatch_cache.clear()
+        yield
+    finally:
+        for target, formula in formulas.items():
+            target.py_kernels[DispatchKey.Autograd] = formula
+            target._dispatch_cache.clear()
+
+
+@functools.cache
+def _replaceable() -> tuple[OpOverload, ...]:
+    """Operators with a formula before autograd whose kernel's derivative autograd has as well.
+
+    Kernels that change arguments unsaid in their schema, such as running means, need the formula.
+    """
+    table = torch._decomp.decomposition_table
+    return tuple(
+        target
+        for target in table
+        if isinstance(target, OpOverload)
+        and DispatchKey.Autograd in target.py_kernels
+        and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), DispatchKey.Autograd)
+        and not _is_composite(target)
+        and not _changes_arguments(target)
+    )
+
+
+def _is_composite(target: OpOverload) -> bool:
+    key = DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
+
+
+def _changes_arguments(target: OpOverload) -> bool:
+    """Whether a kernel changes an argument under some settings."""
+    facts = torch._C._SchemaInfo(target._schema)
+    for argument in target._schema.arguments:
+        if str(argument.type) == "bool":
+            facts.add_argument_value(argument.name, True)
+    return any(facts.is_mutable(argument.name) for argument in target._schema.arguments)

@@ -285,7 +285,7 @@ def _following_effects(
 
 def _trace_joint(traced: TracedCall) -> fx.GraphModule:
     """The joint graph, with equal blocks traced once if possible."""
-    from autopar._torch_dynamo import aot_export_joint_with_descriptors
+    from autopar._torch_dynamo import aot_export_joint_with_descriptors, kernels_before_formulas
 
     def attempt() -> fx.GraphModule:
         with contextlib.ExitStack() as stack, fx_traceback.preserve_node_meta():
@@ -295,6 +295,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             torch.set_autocast_cache_enabled(False)
             stack.enter_context(_torch.without_effect_tokens())
             stack.enter_context(_torch.backward_without_autocast())
+            stack.enter_context(kernels_before_formulas())
             inputs = tuple(traced.inputs)
             made = aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
             _torch.forget_code_with(made)
