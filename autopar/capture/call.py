@@ -39,7 +39,16 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor, with the global shape for a DTensor."""
+        """The spec of a tensor, with the global shape for a DTensor.
+
+        Raises:
+            BatchError: the tensor is sparse.
+        """
+        if tensor.layout is not torch.strided:
+            raise BatchError(
+                f"an argument is a sparse tensor ({tensor.layout}), which cannot be captured: give "
+                "its values and indices as dense tensors, and make the sparse one in forward."
+            )
         return TensorSpec(
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )

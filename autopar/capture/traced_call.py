@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +26,66 @@ from autopar.capture.values.constant_values import ConstantValues, Reading
 from autopar.capture.values.known_values import KnownValues
 from autopar.common.containers import Unreturned, flatten, hidden_tensors
 from autopar.common.deadline import check_time
+from autopar.errors import CaptureError
 from autopar.ir.graph import ParameterInfo
+
+UNUSED_SEED = 0x5EED_0F_A_7ACE
+"""A seed that no forward takes, so that the same state afterwards means that none was set."""
 
 
 class TimedFakeMode(_torch.FakeTensorMode):
-    """A fake mode that ends a trace after the enforced deadline, in forward and backward."""
+    """A fake mode that ends a trace after the enforced deadline, in forward and backward.
 
-    def __torch_dispatch__(self, *given: Any, **more: Any) -> Any:
+    Attributes:
+        random_state: state that forward must leave torch's generator in; empty outside of it.
+    """
+
+    random_state = b""
+
+    def __torch_dispatch__(self, func: Any, *given: Any, **more: Any) -> Any:
         check_time()
-        return super().__torch_dispatch__(*given, **more)
+        if self.random_state and torch.Tag.nondeterministic_seeded in func.tags:
+            self._check_random_state()
+        return super().__torch_dispatch__(func, *given, **more)
+
+    @contextlib.contextmanager
+    def refusing_seeds(self) -> Iterator[None]:
+        """Checks inside that torch's generator is left alone; fake draws do.
+
+        Raises:
+            CaptureError: the generator has been seeded, at the next draw or the end.
+        """
+        with _plainly():
+            before = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(UNUSED_SEED)
+        self.random_state = _random_state()
+        try:
+            yield
+            self._check_random_state()
+        finally:
+            self.random_state = b""
+            with _plainly():
+                torch.default_generator.set_state(before)
+
+    def _check_random_state(self) -> None:
+        if self.random_state != _random_state():
+            raise CaptureError(
+                "forward seeds torch's generator (torch.manual_seed, fork_rng, set_rng_state); a "
+                "graph would draw from it as it is at each call. Seed it in the loop instead."
+            )
+
+
+def _random_state() -> bytes:
+    """The state of torch's default generator."""
+    with _plainly():
+        return bytes(torch.default_generator.get_state().numpy())
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Runs functions of torch apart from the trace."""
+    with _torch.without_modes(), _torch.without_torch_function():
+        yield
 
 
 class TracedCall(nn.Module):
@@ -132,6 +183,7 @@ class TracedCall(nn.Module):
             model, self.variables, self.policy.counters, self.keep, tuple(known.values())
         )
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.fake_mode.refusing_seeds())
             self.readings = (constants := ConstantValues()).readings
             known_values = KnownValues(self.known.values())
             annotate = stack.enter_context(Annotate(model, known_values, constants))

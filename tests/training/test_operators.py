@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import BatchError, CaptureError
 from tests.harness.training import Pair, close
+
+Function = Callable[[Tensor, Tensor], Tensor]
 
 
 class Applied(nn.Module):
     """A function of an input and a parameter of zeros, such as their sum."""
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+    def __init__(self, function: Function, *shape: int) -> None:
         super().__init__()
         self.function = function
         self.weight = nn.Parameter(torch.zeros(shape))
@@ -32,7 +35,9 @@ def compare(
         output = model(given)
         weights = torch.arange(output.numel(), dtype=torch.float64).view(output.shape).cos()
         (output * weights).sum().backward()
-        results.append({"output": output.detach(), "input": given.grad})
+        results.append({"output": output.detach()})
+        if given.grad is not None:
+            results[-1]["input"] = given.grad
     close(results[1], results[0])
     pair.check_gradients()
 
@@ -44,3 +49,65 @@ def test_a_gradient_that_is_the_incoming_one(shape: tuple[int, ...]) -> None:
 
 def test_a_batch_without_rows() -> None:
     compare(torch.mul, (3,), torch.empty(0, 3, dtype=torch.float64))
+
+
+MATRICES = {
+    "cholesky": torch.linalg.cholesky,
+    "inv": torch.linalg.inv,
+    "power": lambda x: torch.linalg.matrix_power(x, -2),
+    "solve": lambda x: torch.linalg.solve(x, x.detach().cos()),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_factors_that_lie_transposed(name: str) -> None:
+    """Kernels return columns that lie together; failed matrices are marked in this order."""
+    x = torch.randn(2, 3, 3, dtype=torch.float64)
+    x = x @ x.mT + torch.eye(3)
+    compare(lambda x, weight: MATRICES[name](x + weight), (3, 3), x)
+
+
+TARGETS = torch.tensor([[1, -1, 0, 2], [3, 0, -1, -1], [-1, 1, 2, 3]])
+KERNELS = {
+    "hardshrink": nn.functional.hardshrink,
+    "softshrink": nn.functional.softshrink,
+    "multi_margin_loss": lambda x: nn.functional.multi_margin_loss(x, TARGETS[:, 0].clamp(min=0)),
+    "multilabel_margin_loss": lambda x: nn.functional.multilabel_margin_loss(x, TARGETS),
+    "batch_norm": lambda x: nn.functional.batch_norm(x, x[0].detach(), x[1].detach() ** 2),
+    "interpolate": lambda x: nn.functional.interpolate(x[None], 7, mode="nearest"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_that_torch_has_a_formula_for(name: str) -> None:
+    """The formula for multilabel_margin_loss is wrong where a target is -1 and others follow."""
+    x = torch.randn(3, 4, dtype=torch.float64)
+    compare(lambda x, weight: KERNELS[name](x + weight), (4,), x)
+
+
+def seed_first(x: Tensor, weight: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand_like(x) * weight
+
+
+def seed_apart(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return torch.rand_like(x) * weight
+
+
+def seed_last(x: Tensor, weight: Tensor) -> Tensor:
+    drawn = torch.rand_like(x) * weight
+    torch.manual_seed(1)
+    return drawn
+
+
+@pytest.mark.parametrize("function", [seed_first, seed_apart, seed_last])
+def test_a_forward_that_seeds_is_refused(function: Function) -> None:
+    with pytest.raises(CaptureError, match="seeds torch's generator"):
+        compare(function, (3,), torch.randn(2, 3, dtype=torch.float64))
+
+
+def test_sparse_arguments_are_refused() -> None:
+    with pytest.raises(BatchError, match="sparse"):
+        compare(lambda x, weight: x @ weight, (3, 2), torch.eye(3, dtype=torch.float64).to_sparse())
