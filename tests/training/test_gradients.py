@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.border.held_gradients import HeldGradient
 from tests.harness.training import Pair, close, fixed, rows_of, whole
@@ -271,3 +272,29 @@ def differentiate_inputs(rank: int, world_size: int) -> None:
 
 def test_inputs_get_gradients() -> None:
     run(differentiate_inputs, 2)
+
+
+# -- torch's checkpoint around the model -------------------------------------------------------
+
+
+def make_normed() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    return nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+def check_checkpoint(rank: int, world_size: int, sizes: dict[str, int]) -> None:
+    pair = Pair(make_normed, strategy=fixed(0, **sizes))
+    for seed in range(3):
+        x = torch.randn(8, 6, dtype=f64, generator=torch.Generator().manual_seed(seed))
+        for model in pair.models:
+            checkpoint(model, x, use_reentrant=False).square().mean().backward()
+        pair.check_gradients()
+        pair.step()
+    pair.check_state()  # statistics are taken twice a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2, "micro_batches": 1}], ids=["ddp", "pp"])
+def test_a_checkpoint_around_the_model_runs_it_again(sizes: dict[str, int]) -> None:
+    run(check_checkpoint, 2, sizes=sizes)

@@ -144,6 +144,7 @@ class _PipelineFunction(torch.autograd.Function):
         ctx.executor, ctx.call, ctx.state = executor, call, state
         ctx.differentiable = differentiable
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tensors[-1])  # what a checkpoint around the model asks for
         outputs = call.run_forward()
         flags = [call.compiled.capture.differentiable[index] for index in call.returned]
         # a detached value may be the tensor that another output trains
@@ -158,6 +159,7 @@ class _PipelineFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Runs the backwards, or collects the gradients of interleaved ones."""
         call, executor = ctx.call, ctx.executor
+        _ = ctx.saved_tensors  # a checkpoint runs the forward again: statistics are taken twice
         pairs = zip(call.returned, gradients, strict=True)
         tangents = {index: gradient for index, gradient in pairs if gradient is not None}
         if not call.compiled.graphs.tangents.issuperset(tangents):
