@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar._torch import without_subclasses
+from autopar._torch import pytree, without_subclasses
 from autopar.common.notices import warn_once
 from autopar.errors import NumericsWarning, StrategyError
 from autopar.runtime.parameters.sharded import ShardedTensor
@@ -81,7 +81,10 @@ class _Remote:
         else:
             reads = name not in _METADATA
         if reads and not _module_of(sys._getframe(1)).startswith(_READERS):
-            raise _error("value", next(x.shape for x in args if isinstance(x, _Remote)))
+            every = pytree.tree_leaves(
+                (args, kwargs)
+            )  # some lie in lists: stack, backward(inputs=)
+            raise _error("value", next(x.shape for x in every if isinstance(x, _Remote)))
         with without_subclasses():
             return func(*args, **(kwargs or {}))
 

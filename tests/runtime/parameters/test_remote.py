@@ -1,0 +1,31 @@
+"""Whoever reads a parameter of another stage is told, wherever it stands among the arguments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import StrategyError
+from autopar.runtime.parameters.remote import mark_remote
+
+READS: dict[str, Callable[[nn.Parameter, torch.Tensor], Any]] = {
+    "a sum": lambda p, x: p.sum(),
+    "a product": lambda p, x: x * p,
+    "a list": lambda p, x: torch.stack([x, p]),
+    "a norm of many": lambda p, x: torch._foreach_norm([p, x]),
+    "backward(inputs=)": lambda p, x: x.sum().backward(inputs=[x, p]),
+    "torch.autograd.grad": lambda p, x: torch.autograd.grad(x.sum(), [x, p], allow_unused=True),
+    "its data": lambda p, x: p.data,
+    "its gradient": lambda p, x: p.grad,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_refused(name: str) -> None:
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    mark_remote(parameter)
+    assert parameter.shape == (3,)
+    with pytest.raises(StrategyError, match=r"of a parameter of shape \[3\] is read"):
+        READS[name](parameter, torch.ones(3, requires_grad=True))
