@@ -64,6 +64,23 @@ class RandomStream:
             self.state = self._default_state()
             self._set_default(outer)
 
+    def current_state(self) -> torch.Tensor:
+        """The state that the next draw inside `as_default` takes."""
+        return self._default_state()
+
+    @contextlib.contextmanager
+    def replayed(self, state: torch.Tensor | None) -> Iterator[None]:
+        """Draws inside as from an earlier `current_state`, if there is one."""
+        if state is None:
+            yield
+            return
+        outer = self._default_state()
+        self._set_default(state)
+        try:
+            yield
+        finally:
+            self._set_default(outer)
+
     def _seeded(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device)
         generator.manual_seed((seed * 1_000_003 + self.index) % 2**63)

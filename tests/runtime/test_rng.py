@@ -83,3 +83,49 @@ def draws_around_planning(rank: int, world_size: int, options: dict[str, Any]) -
 def test_planning_leaves_the_default_generator(options: dict[str, Any]) -> None:
     """A loop that draws its batches from it draws those of one device."""
     run(draws_around_planning, 2, options=options)
+
+
+class LossAndRows(nn.Module):
+    """A loss beside rows with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = nn.functional.dropout(self.layer(x), 0.5)
+        return rows.square().mean(), rows
+
+
+class Drawn(nn.Module):
+    """A draw whose gradient does not depend on the incoming one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.normal(x, self.scale)
+
+
+@pytest.mark.parametrize("name", ["rows", "draw"])
+def test_a_backward_keeps_the_draws_of_its_forward(name: str) -> None:
+    """The first gradient of rows beside a loss has the forward run again, in another graph."""
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(2)
+        model: Any = LossAndRows() if name == "rows" else Drawn()
+        if compiles:
+            strategy = autopar.Strategy(zero=0, recompute="none")
+            model = autopar.compile(model, strategy=strategy, fallback=False)
+        x = torch.ones(2, 4 if name == "rows" else 3, dtype=torch.float64)
+        torch.manual_seed(3)
+        losses = []
+        for _ in range(3):
+            output = model(x)
+            output = output[1] if name == "rows" else output
+            output.square().sum().backward()
+            losses.append(output.detach())
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append([*losses, *gradients])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=0)

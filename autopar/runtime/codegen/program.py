@@ -150,9 +150,8 @@ class Program:
 
     @cached_property
     def tangents(self) -> frozenset[int]:
-        """Indices of the outputs that may receive gradients."""
-        roles = self.backward.graph.inputs if self.backward else ()
-        return frozenset(r.index for r in roles if isinstance(r, Tangent))
+        """Indices of the outputs that may receive gradients; the backward need not read them."""
+        return frozenset(r.index for r in self.graph.inputs if isinstance(r, Tangent))
 
 
 def untouched(

@@ -36,6 +36,8 @@ class SpmdExecutor:
                 with torch.no_grad():
                     outputs = call.run_forward(program)[0]
             else:
+                if program.is_random:
+                    call.random_state = context.rng.current_state()
                 given = context.differentiable_inputs(shard)
                 call.differentiable = tuple(given)
                 try:
@@ -91,6 +93,7 @@ class SpmdCall:
         state: state of the guards at the forward.
         program: the program of the forward.
         differentiable: names of parameters and indices of inputs given to autograd.
+        random_state: state of the generator at the forward, None for a program without draws.
     """
 
     executor: SpmdExecutor
@@ -100,6 +103,7 @@ class SpmdCall:
     program: Program
     differentiable: tuple[str | int, ...] = ()
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
+    random_state: torch.Tensor | None = None
 
     @property
     def context(self) -> ExecutionContext:
@@ -148,7 +152,8 @@ class SpmdCall:
         if not program.tangents.issuperset(tangents):
             context.all_tangents = True
             program = self._program_again(self.no_sync)
-            saved[:] = self.run_forward(program)[1]
+            with context.rng.replayed(self.random_state):
+                saved[:] = self.run_forward(program)[1]
         backward, unreduced = program.backward, context.held_gradients.names
         if unreduced and not self.no_sync:
             backward = self._program_again(False, unreduced).backward
