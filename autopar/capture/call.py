@@ -39,16 +39,7 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor, with the global shape for a DTensor.
-
-        Raises:
-            BatchError: the tensor is sparse.
-        """
-        if tensor.layout is not torch.strided:
-            raise BatchError(
-                f"an argument is a sparse tensor ({tensor.layout}), which cannot be captured: give "
-                "its values and indices as dense tensors, and make the sparse one in forward."
-            )
+        """The spec of a tensor, with the global shape for a DTensor."""
         return TensorSpec(
             tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride()
         )
@@ -178,9 +169,10 @@ def batch_shard_of(
     `strict`.
 
     Raises:
-        BatchError: a static argument that is no tensor of numbers, stated rows that the arguments
-            do not have, or fewer rows than ranks under `strict`.
+        BatchError: a sparse argument, a static one that is no tensor of numbers, stated rows that
+            the arguments do not have, or fewer rows than ranks under `strict`.
     """
+    _check_dense(leaves)
     held: tuple[int, ...] = ()
     known = _places(leaves, structure, static) if static else set()
     if stated is None:
@@ -219,6 +211,20 @@ def batch_shard_of(
         BatchSlices(ranks, rank, global_rows, held=held),
     )
     return BatchShard(call, tensors, rows, slices)
+
+
+def _check_dense(leaves: Sequence[Any]) -> None:
+    """Checks that no argument is sparse.
+
+    Raises:
+        BatchError: one is.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise BatchError(
+                f"an argument is a sparse tensor ({leaf.layout}), which cannot be captured: give "
+                "its values and indices as dense tensors, and make the sparse one in forward."
+            )
 
 
 def _too_few(rows: int, ranks: int) -> str:

@@ -8,8 +8,9 @@ A layer applies an operator to the arguments of one of torch's samples, in two c
 gradients of inputs and parameters, and inputs afterwards are compared, in float64 where there is a
 choice. Draws are seeded alike. Outcomes are "exact" (the tolerance of the dtype), "told" (an error
 of autopar on all ranks, or a warning that numbers differ), "silent", "raw" (any other error),
-"crashed" and "hung". Samples do not count that eager refuses, or whose results are memory without
-values. The exit status is 1 if a sample is silent, raw, crashed or hung.
+"crashed" and "hung". Samples do not count that eager refuses, whose results are memory without
+values, or that draw on several ranks, since each draws its own. The exit status is 1 if a sample
+is silent, raw, crashed or hung.
 """
 
 from __future__ import annotations

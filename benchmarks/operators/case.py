@@ -57,7 +57,8 @@ class Case:
     """A sample of an operator in a cell.
 
     Attributes:
-        outcome: one of `OUTCOMES`; empty where eager raises, or returns memory without values.
+        outcome: one of `OUTCOMES`; empty where eager raises, returns memory without values, or
+            draws on several ranks.
         deviation: largest relative difference from eager in multiples of the tolerance.
         place: the value with that difference.
         message: the error or warning.
@@ -168,7 +169,7 @@ def case_of(sample: Sample, cell: str, seed: int) -> Case:
     torch_log = logging.getLogger("torch")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        wanted = _wanted(sample, seed)
+        wanted = _wanted(sample, seed, drawing=CELLS[cell].ranks == 1)
         if wanted is None:
             return Case(sample.operator, sample.number, cell, "")
         torch_log.addHandler(log)
@@ -185,12 +186,15 @@ def case_of(sample: Sample, cell: str, seed: int) -> Case:
     return Case(sample.operator, sample.number, cell, logged=logged, seconds=seconds, **outcome)
 
 
-def _wanted(sample: Sample, seed: int) -> dict[str, Any] | None:
-    """Values of the plain layer; None if it raises, or returns memory without values."""
+def _wanted(sample: Sample, seed: int, drawing: bool) -> dict[str, Any] | None:
+    """Values of the plain layer; None if it raises, or returns memory without values.
+
+    None also for an operator that draws, without `drawing`: ranks draw numbers of their own.
+    """
     try:
         values = observe(Layer(sample), sample, seed)
         with filled_memory():
-            again = observe(Layer(sample), sample, seed)
+            again = observe(Layer(sample), sample, seed if drawing else seed + 1)
     except Exception:
         return None
     return values if deviation(again, values)[0] <= 1 else None

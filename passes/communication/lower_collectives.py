@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.ir.graph import GraphProperty, TrainingGraph
+from torch import fx
+
+from autopar.errors import StrategyError
+from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.ir.mesh_levels import axis_of_level, coordinate_on
 from autopar.passes.communication.lower_functional import Lowering
 from autopar.passes.communication.lower_gloo import GlooLowering
@@ -42,8 +46,25 @@ class LowerCollectives(Pass):
         pending = [s for s in starts(graph) if self.axis in ("", axis_of_level(axis_of(s)))]
         if not pending:
             return PassResult(graph, "there is no collective")
+        if self.backend == "gloo":
+            _check_real(pending)
         lowering = GlooLowering if self.backend == "gloo" else Lowering
         for start in pending:
             place = coordinate_on(axis_of(start), self.rank, graph.axes)
             lowering(graph, start, place).run()
         return PassResult(graph)
+
+
+def _check_real(collectives: Iterable[fx.Node]) -> None:
+    """Checks that no collective is of complex numbers, which gloo does not send.
+
+    Raises:
+        StrategyError: one is.
+    """
+    for start in collectives:
+        if any(tensor.is_complex() for tensor in tensors(start)):
+            raise StrategyError(
+                f"{start.name} would send complex numbers, which gloo does not: keep the real and "
+                "imaginary parts apart (torch.view_as_real), or choose a strategy that leaves "
+                "these rows and parameters whole."
+            )

@@ -12,7 +12,7 @@ from benchmarks.operators.case import Case, Work
 from benchmarks.operators.layer import Layer, deviation, observe, samples
 
 
-@pytest.mark.slow  # imports of torch's tests
+@pytest.mark.slow  # it imports torch's tests
 def test_a_seed_draws_the_same_samples() -> None:
     first, again = (samples("cumsum", 3, 3) for _ in range(2))
     assert [sample.number for sample in first] == [sample.number for sample in again]
@@ -21,6 +21,7 @@ def test_a_seed_draws_the_same_samples() -> None:
         torch.testing.assert_close(one.tensors, two.tensors)
 
 
+@pytest.mark.slow
 def test_a_layer_trains_a_parameter_of_every_argument() -> None:
     (sample,) = samples("addmm", 0, 1)
     values = observe(Layer(sample), sample, 0)
@@ -37,6 +38,7 @@ def test_deviations_are_multiples_of_the_tolerance() -> None:
     assert deviation({}, wanted) == (float("inf"), "output")
 
 
+@pytest.mark.slow
 def test_memory_without_values_does_not_count() -> None:
     (sample,) = samples("empty_like", 0, 1)
     assert case.case_of(sample, "one", 0).outcome == ""
@@ -71,6 +73,7 @@ def test_a_process_that_dies_costs_its_sample_alone() -> None:
     assert [each.outcome for each in cases] == ["exact", "crashed"] * 2
 
 
+@pytest.mark.slow
 def test_operators_are_chosen_by_a_seed() -> None:
     chosen = [list(work(parse_arguments(["--sample", "9", "--seed", "4"]))) for _ in range(2)]
     assert chosen[0] == chosen[1]

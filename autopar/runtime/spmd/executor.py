@@ -9,8 +9,10 @@ import torch
 
 from autopar._torch import apply_function, backward_keeps_graph, local_tensor
 from autopar.capture.call import BatchShard
+from autopar.capture.trace import Capture
 from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_notes
+from autopar.errors import StrategyError
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.border.first_derivative import differentiable_once
@@ -57,6 +59,7 @@ class SpmdExecutor:
             return program
         with paused_collector(), apart_from_hooks():
             captured = context.capture_on_all_ranks(shard)
+            _check_changed_inputs(captured, shard)
             program = build_program(
                 captured,
                 context.op_strategies(captured, shard),
@@ -241,6 +244,24 @@ class SpmdFunction(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         with call.context.turn:
             return (None, *call.run_backward(saved, tangents))
+
+
+def _check_changed_inputs(captured: Capture, shard: BatchShard) -> None:
+    """Checks that forward changes no argument in place of which other ranks have rows too.
+
+    Raises:
+        StrategyError: it would change this rank's rows alone.
+    """
+    if shard.rows == shard.slices.rows:
+        return
+    updates = (role.of for role in captured.graph.outputs if isinstance(role, roles.Update))
+    for of in updates:
+        if isinstance(of, roles.Input) and shard.call.row_dims[of.index] is not None:
+            raise StrategyError(
+                f"forward changes argument {of.index} in place, and each rank has some of its "
+                "rows: the others would stay as they are. Return the new value, or register it as "
+                "a buffer."
+            )
 
 
 def _has_states(graph: CompiledGraph) -> bool:

@@ -1,4 +1,4 @@
-"""Single operators as layers, on one process: outputs and gradients are eager's."""
+"""Single operators as layers: outputs and gradients are eager's, or an error says why not."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import BatchError, CaptureError
-from tests.harness.training import Pair, close
+import autopar
+from autopar.errors import BatchError, CaptureError, StrategyError
+from tests.harness.training import Pair, close, fixed
+from tests.harness.worlds import run
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -111,3 +113,46 @@ def test_a_forward_that_seeds_is_refused(function: Function) -> None:
 def test_sparse_arguments_are_refused() -> None:
     with pytest.raises(BatchError, match="sparse"):
         compare(lambda x, weight: x @ weight, (3, 2), torch.eye(3, dtype=torch.float64).to_sparse())
+
+
+class Counting(nn.Module):
+    """Adds the rows of one argument to another in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += x.detach()
+        return (x * self.weight).sum()
+
+
+class Spectral(nn.Module):
+    """Filters the frequencies of columns, over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(x * self.weight, dim=1)
+        return torch.fft.ifft(spectrum, dim=0).real.square().sum()
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """Messages of calls that each rank refuses."""
+    x, messages = torch.randn(5, 3, dtype=torch.float64), []
+    for model, args in ((Counting(), (x, x.clone())), (Spectral(), (x,))):
+        parallel = autopar.compile(model, strategy=fixed(0), fallback=False)
+        with pytest.raises(StrategyError) as error:
+            parallel(*args)
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.slow
+def test_refusals_on_two_ranks() -> None:
+    """Neither rows of other ranks that stay as they are, nor errors of gloo."""
+    for changed, complex_numbers in run(refusals, world_size=2):
+        assert "changes argument 1 in place" in changed
+        assert "complex numbers" in complex_numbers
