@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.channels_last import channels_last_dims, in_channels_last
 from autopar.capture.traceable import traceable
 from autopar.capture.values.constant_values import ConstantValues
+from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
+from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.capture.values.pure_calls import tensors_in
 from autopar.capture.values.real_tensors import RealTensors, explaining_writes
 from autopar.ir.graph import ParameterInfo
@@ -34,8 +36,16 @@ class Annotate(TorchFunctionMode):
     Functions of known tensors alone run instead, and constants are read.
     """
 
-    def __init__(self, model: nn.Module, known: KnownValues, constants: ConstantValues) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        known: KnownValues,
+        constants: ConstantValues,
+        parameters: ParameterReads,
+        executed: ExecutedCode,
+    ) -> None:
         super().__init__()
+        self.parameters, self.executed = parameters, executed
         self.known, self.constants, self.real = known, constants, RealTensors()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.channels_last = channels_last_dims(model)
@@ -70,6 +80,8 @@ class Annotate(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (read := self.parameters.read(func, args)) is not None:
+            return read[0]
         if (found := self.known.run(func, args, kwargs)) is not None:
             return found[0]
         if (found := self.constants.read(func, args, kwargs)) is not None:
@@ -78,11 +90,21 @@ class Annotate(TorchFunctionMode):
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
         form = traceable(func) if args else func  # a form's first parameter has another name
-        with explaining_writes():
-            result = form(*args, **kwargs)
+        if not _calls_python(args, kwargs):
+            self.executed.pause()
+        try:
+            with explaining_writes():
+                result = form(*args, **kwargs)
+        finally:
+            self.executed.resume()
         self.real.check(given, result, user_position(sys._getframe(1)))
         self.constants.follow(func, args, kwargs, given, result)
         return result
+
+
+def _calls_python(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator gets a function, which it may call."""
+    return any(isinstance(x, FunctionType) for x in (*args, *kwargs.values()))
 
 
 def is_library(file: str) -> bool:

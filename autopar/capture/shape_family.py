@@ -297,7 +297,7 @@ def _check_same_results(one: Capture, other: Capture) -> None:
 
     def facts(made: Capture) -> list[object]:
         graph = made.graph
-        names = tuple(made.variables), tuple(graph.parameters), tuple(graph.constants)
+        names = tuple(graph.parameters), tuple(graph.constants)
         flags = made.tensor_leaves, made.differentiable, made.structure, made.rebound_buffers
         return [graph.inputs, graph.outputs, names, flags, made.reads, made.classes, made.lifted]
 

@@ -135,6 +135,7 @@ def capture(
             "runs; a graph would repeat the first draw for ever. Draw with torch instead."
         )
     effects = traced.effects
+    _check_no_iterators(traced)
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
     return _capture_of(traced, module)
@@ -184,7 +185,7 @@ def _check_no_iterators(traced: TracedCall) -> None:
     """
     modules = dict(traced.model[0].named_modules())
     read = {f"self.{key}": vars(modules[name]).get(key) for name, key in traced.reads()}
-    read |= {name: variable.value for name, variable in traced.variables.items()}
+    read |= {name: variable.value for name, variable in traced.search.read().items()}
     for name, value in read.items():
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             raise StrategyError(
@@ -208,7 +209,7 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         writes=tuple(writes_of(effects)),
         reads=traced.reads(),
         classes=tuple(effects.classes),
-        variables=traced.variables,
+        variables=traced.search.read(),
         lifted=tuple(sorted(traced.policy.lifted)),
         rebound_buffers=frozenset(traced.rebound),
         compiled=traced.branches.compiled,

@@ -18,12 +18,14 @@ from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.contents import Attribute
 from autopar.capture.state.effects import Effects
 from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, writes_of
-from autopar.capture.state.variables import find_variables
+from autopar.capture.state.variables import VariableSearch
 from autopar.capture.symbolic_sizes import SymbolicSizes
 from autopar.capture.traceable import traceable_modules
 from autopar.capture.values.compiler_branches import CompilerBranches
 from autopar.capture.values.constant_values import ConstantValues, Reading
+from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
+from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.common.containers import Unreturned, flatten, hidden_tensors
 from autopar.common.deadline import check_time
 from autopar.errors import CaptureError
@@ -150,7 +152,7 @@ class TracedCall(nn.Module):
             self.inputs = [self._fake_input(i, device) for i in self.positions]
         specs = {i: call.leaves[i] for i in self.positions}
         self.known = {i: spec.value() for i, spec in specs.items() if spec.values is not None}
-        self.variables = find_variables(model, loss_fn)
+        self.search = VariableSearch(model, loss_fn)
         self.effects = Effects(model)
         self.readings: list[Reading] = []
         self.rebound: tuple[str, ...] = ()
@@ -180,19 +182,23 @@ class TracedCall(nn.Module):
         before = {name: known[first] for name, first in first_names.items()}
         state = dict(before)
         self.effects = Effects(
-            model, self.variables, self.policy.counters, self.keep, tuple(known.values())
+            model, self.search.watched, self.policy.counters, self.keep, tuple(known.values())
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fake_mode.refusing_seeds())
             self.readings = (constants := ConstantValues()).readings
             known_values = KnownValues(self.known.values())
-            annotate = stack.enter_context(Annotate(model, known_values, constants))
+            executed = ExecutedCode()
+            parameters = ParameterReads(known, self.infos)
+            annotate = Annotate(model, known_values, constants, parameters, executed)
+            stack.enter_context(annotate)
             stack.enter_context(self.branches.answering())
             stack.enter_context(_torch.check_tensors_in_graph())
             stack.enter_context(_torch.skip_causal_mask_detection())
             stack.enter_context(traceable_modules())
             stack.enter_context(self.repeats.marking())
             stack.enter_context(self.effects.recording())
+            stack.enter_context(executed.recording())
             target = None
             if loss_fn is not None:
                 *args, target = args
@@ -202,6 +208,7 @@ class TracedCall(nn.Module):
             if loss_fn is not None:
                 annotate.module = ""
                 result = loss_fn(result, target)
+        self.search.add_executed(executed.globals)
         self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
         given = (*known.values(), *tensors)
         return (*self._outputs_of(result, given), *(state[name].detach() for name in self.rebound))

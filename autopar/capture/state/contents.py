@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from autopar.capture.state.hidden_parts import HiddenParts, Pickled, hidden_parts
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that torch keeps in every module: tables, hooks and the training flag."""
@@ -31,9 +34,13 @@ MAX_COMPARED = 500
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Types compared by value."""
 
-_OPAQUE = (type, enum.Enum, torch.Tensor, nn.Module, types.ModuleType, types.FunctionType,
+_OPAQUE = (type, torch.Tensor, nn.Module, types.ModuleType, types.FunctionType,
            types.MethodType, types.BuiltinFunctionType, *PLAIN)  # fmt: skip
 _LIBRARIES = {"torch", "numpy", "autopar", "builtins", "functools", "threading", "logging"}
+
+
+_OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
+"""Attributes of every member of an enum."""
 
 
 class Missing:
@@ -48,7 +55,7 @@ MISSING = Missing()
 Attribute = tuple[str, str]
 """A module name and an attribute name."""
 
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | HiddenParts
 
 
 def attribute_of(name: str) -> Attribute:
@@ -61,16 +68,36 @@ def contents(value: Any) -> Container | None:
     """The container to search: `value` itself, or the attribute dict of a user's object."""
     if isinstance(value, (dict, list, set, deque)):
         return value
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attribute dict of a user's object, None where nothing in it can change."""
     if isinstance(value, _OPAQUE) or type(value).__module__.partition(".")[0] in _LIBRARIES:
         return None
-    return getattr(value, "__dict__", None)
+    attributes: dict[str, Any] | None = getattr(value, "__dict__", None)
+    if isinstance(value, enum.Enum) and isinstance(value.value, PLAIN):
+        return attributes if attributes and attributes.keys() - _OF_MEMBERS else None
+    return attributes
 
 
-def items(container: Iterable[Any]) -> list[tuple[Any, Any]]:
+def containers(value: Any) -> list[Container]:
+    """All that may change in a value: its items, its attributes and its hidden parts."""
+    if isinstance(value, (*PLAIN, tuple)):
+        return []
+    found: list[Container | None] = [contents(value), hidden_parts(value)]
+    if isinstance(value, (dict, list, set, deque)) and type(value).__dictoffset__:
+        found.append(_attributes(value))
+    return [container for container in found if container is not None]
+
+
+def items(container: Container) -> list[tuple[Any, Any]]:
     """Keys and values of a dict, indices and values of a sequence; nothing for a set.
 
     Values are those that a dict holds, even if its class makes others of them on access.
     """
+    if isinstance(container, HiddenParts):
+        return container.items()
     if isinstance(container, OrderedDict):
         return [
             (key, OrderedDict.__getitem__(container, key)) for key in OrderedDict.keys(container)
@@ -80,11 +107,18 @@ def items(container: Iterable[Any]) -> list[tuple[Any, Any]]:
     return [] if isinstance(container, set) else list(enumerate(container))
 
 
-def copy_of(container: Iterable[Any]) -> Any:
-    """A shallow copy: a dict, a set, or a list for any other sequence."""
+def copy_of(container: Container) -> Any:
+    """A shallow copy: a dict, a set, a list for a sequence, items for hidden parts."""
+    if isinstance(container, HiddenParts):
+        return [(key, _frozen(part)) for key, part in container.items()]
     if isinstance(container, dict):
         return dict(items(container))
     return set(container) if isinstance(container, set) else list(container)
+
+
+def _frozen(part: Any) -> Any:
+    """A hidden part as it is now; what an object gives to pickle may share its state."""
+    return Pickled([Fingerprinter()(part)]) if isinstance(part, Pickled) else part
 
 
 def referent(value: Any) -> Any:
@@ -98,9 +132,18 @@ def equal(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, Pickled):
+        return tuple(one) == tuple(other)
     if isinstance(one, tuple) and len(one) == len(other):
         return all(map(equal, one, other))
     return isinstance(one, PLAIN) and bool(one == other)
+
+
+def same_items(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    """Whether two lists of items have the same keys and equal values."""
+    return len(one) == len(other) and all(
+        key == its and equal(part, old) for (key, part), (its, old) in zip(one, other, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -119,9 +162,15 @@ class ValuePath:
         return replace(self, keys=(*self.keys, key))
 
     def __str__(self) -> str:
-        first, *rest = (str(key) for key in self.keys)
-        name = f"self.{first}" + "".join(f"[{key}]" for key in rest)
+        name = f"self.{self.text}"
         return f"{name} of {self.module}" if self.module else name
+
+    @property
+    def text(self) -> str:
+        """The keys as Python writes them; parts without a name are their owner's."""
+        first, *others = (key for key in self.keys if not isinstance(key, type))
+        names = (getattr(key, "__name__", key) for key in others)
+        return str(first) + "".join(f"[{name}]" for name in names)
 
 
 @dataclass(frozen=True)
@@ -147,12 +196,19 @@ def find_containers(
         for index, part in enumerate(value):
             find_containers(part, path.child(index), found, limit, depth)
         return
-    container = contents(value)
-    if container is None or id(container) in found or len(found) >= limit or depth == 0:
-        return
-    found[id(container)] = container, path
-    for key, part in items(container):
-        find_containers(part, path.child(key), found, limit, depth - 1)
+    for container in containers(value):
+        number = identity(container)
+        if number in found or len(found) >= limit or depth == 0:
+            continue
+        found[number] = container, path
+        for key, part in items(container):
+            if not isinstance(part, Pickled):
+                find_containers(part, path.child(key), found, limit, depth - 1)
+
+
+def identity(container: Container) -> int:
+    """A number of a container; that of hidden parts is their owner's, negated."""
+    return -id(container.value) if isinstance(container, HiddenParts) else id(container)
 
 
 class Snapshot:
@@ -178,7 +234,7 @@ class Snapshot:
 
     def copy_of(self, container: Any) -> Any:
         """The copy of a container, None for an unknown one."""
-        _, copy, _ = self._copies.get(id(container), (None, None, None))
+        _, copy, _ = self._copies.get(identity(container), (None, None, None))
         return copy
 
     def changes(self) -> list[Change]:
@@ -197,6 +253,9 @@ class Snapshot:
         for container, copy, path in self._copies.values():
             if not any(_changes(container, copy, path)):
                 continue
+            if isinstance(container, HiddenParts):
+                container.restore(copy)
+                continue
             before = copy
             if set_up and not path.keys and isinstance(container, dict):
                 new = {key: value for key, value in container.items() if key not in copy}
@@ -213,7 +272,10 @@ def _changes(now: Container, before: Any, path: ValuePath) -> Iterator[Change]:
         if now != before:
             yield Change(path, now, None, before, set(now))
         return
-    old, new = dict(items(before)), dict(items(now))
+    if isinstance(now, HiddenParts):
+        old, new = dict(before), dict(copy_of(now))
+    else:
+        old, new = dict(items(before)), dict(items(now))
     for key in dict.fromkeys([*old, *new]):
         if not path.keys and key in INTERNAL and key != "training":
             continue
@@ -245,30 +307,40 @@ class Fingerprinter:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
+        self._kept_alive: list[Container] = []  # some are made at each read, so ids would recur
 
     def __call__(self, value: Any, depth: int = MAX_DEPTH) -> Any:
         if isinstance(value, float):
             return float, value.hex()
+        if isinstance(value, bytes) and len(value) > MAX_BYTES:
+            return bytes, len(value), hashlib.blake2b(value).digest()
         if isinstance(value, PLAIN):
             return type(value), value
         if isinstance(value, tuple):
             return (type(value), *(self(part, depth) for part in value))
-        container = contents(value)
-        if container is None or (not container and container is not value):
+        found = [x for x in containers(value) if x is value or isinstance(x, HiddenParts) or x]
+        if not found:
             return ByIdentity(referent(value))
-        if (number := self._seen.get(id(container))) is not None:
+        return type(value), *(self._of_container(container, value, depth) for container in found)
+
+    def _of_container(self, container: Container, value: Any, depth: int) -> Any:
+        if (number := self._seen.get(identity(container))) is not None:
             return "container", number
         if depth == 0 or len(self._seen) == MAX_COMPARED:
             return ByIdentity(value)
-        self._seen[id(container)] = len(self._seen)
+        self._seen[identity(container)] = len(self._seen)
+        self._kept_alive.append(container)
         if isinstance(container, set):
-            return type(value), frozenset(self(part, depth - 1) for part in container)
-        pairs = ((_key(key), self(part, depth - 1)) for key, part in items(container))
-        return type(value), *pairs
+            return frozenset(self(part, depth - 1) for part in container)
+        return tuple((_key(key), self(part, depth - 1)) for key, part in items(container))
 
 
 def _key(key: Any) -> Any:
     return key if isinstance(key, PLAIN) else ByIdentity(key)
+
+
+MAX_BYTES = 64
+"""Bytes that a fingerprint holds as they are; more are hashed."""
 
 
 def tensor_type(tensor: torch.Tensor | None) -> Any:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import attrgetter, is_
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -37,9 +37,12 @@ from autopar.capture.state.contents import (
     items,
     member_of,
     referent,
+    same_items,
     structure_of,
     tensor_type,
 )
+from autopar.capture.state.hidden_parts import HiddenParts
+from autopar.capture.state.torch_flags import torch_flags
 from autopar.capture.state.variables import Variable
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, CaptureError, PlanError
@@ -189,7 +192,7 @@ class Guards:
             read.append(tensor_type(value) if is_lifted else fingerprint(value))  # type: ignore[arg-type]
         outer = [fingerprint(variable.value) for variable in variables]
         classes = [ByIdentity(member_of(kind, key)[1]) for kind, key in self._classes]
-        self._key = *read, *outer, *classes, self._structure_key
+        self._key = *read, *outer, *classes, self._structure_key, self._values.flags
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         attributes = (str(ValuePath(module, (key,))) for module, key in self._reads)
@@ -271,7 +274,15 @@ class _Values:
         attributes = [(vars(modules[name]) if name in modules else {}, key) for name, key in reads]
         global_items = [(v.scope, v.name) for v in variables if isinstance(v.scope, dict)]
         self.guard = _IdentityGuard([*attributes, *global_items])
-        self._closures = [(v, v.value) for v in variables if not isinstance(v.scope, dict)]
+        of_functions = [v for v in variables if isinstance(v.scope, FunctionType)]
+        self._code = [
+            (attrgetter(key), [v.scope for v in of_functions if v.name == key])
+            for key in dict.fromkeys(v.name for v in of_functions)
+        ]
+        self._parts = [list(map(read, functions)) for read, functions in self._code]
+        elsewhere = (dict, FunctionType)
+        self._closures = [(v, v.value) for v in variables if not isinstance(v.scope, elsewhere)]
+        self.flags = torch_flags()
         held = [values.get(key) for values, key in attributes] + [v.value for v in variables]
         self._nested = [pair for value in held for pair in _containers_in(value)]
         found = [member_of(kind, key) for kind, key in classes]
@@ -283,8 +294,13 @@ class _Values:
         return (
             self.guard.holds()
             and all(map(is_, members, self._members))
+            and all(
+                all(map(is_, map(read, functions), parts))
+                for (read, functions), parts in zip(self._code, self._parts, strict=True)
+            )
             and all(_unchanged(container, copy) for container, copy in self._nested)
             and all(variable.value is value for variable, value in self._closures)
+            and torch_flags() == self.flags
         )
 
 
@@ -322,6 +338,8 @@ class _Referents(list[tuple[Any, Any]]):
 
 def _unchanged(container: Any, copy: Any) -> bool:
     """Whether a container has the same items, by identity, as a copy from `_containers_in`."""
+    if isinstance(container, HiddenParts):
+        return same_items(copy_of(container), copy)
     if isinstance(container, set):
         return bool(container == copy)
     if len(container) != len(copy):
@@ -338,8 +356,11 @@ def _containers_in(value: Any) -> list[tuple[Container, Any]]:
     """Every container reachable from a value, with a copy of its items."""
     found: Found = {}
     find_containers(value, ValuePath(""), found, MAX_COMPARED)
-    copies = []
+    copies: list[tuple[Container, Any]] = []
     for container, _ in found.values():
+        if isinstance(container, HiddenParts):
+            copies.append((container, copy_of(container)))
+            continue
         refers = any(isinstance(item, weakref.ref) for _, item in items(container))
         copies.append((container, _Referents(container) if refers else copy_of(container)))
     return copies

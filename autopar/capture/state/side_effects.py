@@ -24,6 +24,7 @@ from autopar.capture.state.contents import (
     same_type,
 )
 from autopar.capture.state.effects import Effects, can_lift
+from autopar.capture.state.hidden_parts import HiddenParts
 from autopar.errors import CaptureError
 from autopar.ir.graph import source_text
 
@@ -138,7 +139,9 @@ def _unsupported(change: Change, effects: Effects) -> str:
         was, now = _text(change.old), _text(change.new)
         return f"a {kind} that was {was} becomes {now}; make it in __init__, with its final shape"
     if not isinstance(change.container, dict):
-        return f"the contents of a {type(change.container).__name__} change"
+        holder = change.container
+        holder = holder.value if isinstance(holder, HiddenParts) else holder
+        return f"the contents of a {type(holder).__name__} change"
     if change.new is MISSING:
         return "it is deleted"
     for leaf in pytree.tree_leaves(change.new):
@@ -149,7 +152,7 @@ def _unsupported(change: Change, effects: Effects) -> str:
 
 def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
     if effects.is_variable(path):
-        text = str(path.keys[0]) + "".join(f"[{key}]" for key in path.keys[1:])
+        text = path.text
     elif path.keys[0] in TABLES:
         text = str(ValuePath(path.module, path.keys[1:]))
     else:
