@@ -26,6 +26,7 @@ from autopar._torch import (
     FakeTensorMode,
     OpOverload,
     decomposition,
+    mute_fake_tensor_log,
     python_kernels,
     pytree,
     registrations_of,
@@ -212,7 +213,7 @@ def _check_shards(sample: Operator, op_strategy: OpStrategy, ranks: int) -> None
     """Runs an operator on fake shards, which raises where kernels might read out of bounds."""
     pairs = zip(sample.operands, op_strategy.operands, strict=True)
     parts = [shard_tensor(tensor, placement, ranks)[0] for tensor, placement in pairs]
-    with FakeTensorMode() as mode:
+    with mute_fake_tensor_log(), FakeTensorMode() as mode:
         shards = [mode.from_tensor(part) for part in parts]
         run_operator(local_arguments(sample, op_strategy, shards, ranks))
 
