@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -12,7 +11,7 @@ from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.ir.mesh_levels import axis_of_level, coordinate_on
 from autopar.passes.communication.lower_functional import Lowering
 from autopar.passes.communication.lower_gloo import GlooLowering
-from autopar.passes.core.collective_ops import axis_of, starts
+from autopar.passes.core.collective_ops import axis_of, kind_of, starts
 from autopar.passes.core.pass_base import Pass, PassResult
 
 
@@ -28,7 +27,7 @@ class LowerCollectives(Pass):
 
     Before: abstract collectives. After: functional collectives, which name their axis as the group
     and are awaited once. Chunks are padded to equal size. On gloo, gathers and reduce-scatters are
-    all-to-alls (see `lower_gloo`). Tier: exact.
+    all-to-alls (see `lower_gloo`), but those of complex numbers. Tier: exact.
 
     Attributes:
         backend: "gloo", "nccl" or another torch.distributed backend.
@@ -46,25 +45,25 @@ class LowerCollectives(Pass):
         pending = [s for s in starts(graph) if self.axis in ("", axis_of_level(axis_of(s)))]
         if not pending:
             return PassResult(graph, "there is no collective")
-        if self.backend == "gloo":
-            _check_real(pending)
-        lowering = GlooLowering if self.backend == "gloo" else Lowering
         for start in pending:
+            is_native = self.backend != "gloo" or _sends_complex(start)
             place = coordinate_on(axis_of(start), self.rank, graph.axes)
-            lowering(graph, start, place).run()
+            (Lowering if is_native else GlooLowering)(graph, start, place).run()
         return PassResult(graph)
 
 
-def _check_real(collectives: Iterable[fx.Node]) -> None:
-    """Checks that no collective is of complex numbers, which gloo does not send.
+def _sends_complex(start: fx.Node) -> bool:
+    """Whether gloo sends complex numbers, which it has no all-to-all of.
 
     Raises:
-        StrategyError: one is.
+        StrategyError: it would, by an all-to-all.
     """
-    for start in collectives:
-        if any(tensor.is_complex() for tensor in tensors(start)):
-            raise StrategyError(
-                f"{start.name} would send complex numbers, which gloo does not: keep the real and "
-                "imaginary parts apart (torch.view_as_real), or choose a strategy that leaves "
-                "these rows and parameters whole."
-            )
+    if not any(tensor.is_complex() for tensor in tensors(start)):
+        return False
+    if kind_of(start) == "all_to_all":
+        raise StrategyError(
+            f"{start.name} would send complex numbers, and gloo has no all-to-all of them: keep "
+            "the real and imaginary parts apart (torch.view_as_real), or choose a strategy that "
+            "leaves these rows and parameters whole."
+        )
+    return True

@@ -153,6 +153,12 @@ class Program:
         """Indices of the outputs that may receive gradients; the backward need not read them."""
         return frozenset(r.index for r in self.graph.inputs if isinstance(r, Tangent))
 
+    @cached_property
+    def has_all_tangents(self) -> bool:
+        """Whether each output that may be differentiated has its gradient in the backward."""
+        differentiable = self.capture.differentiable
+        return self.tangents.issuperset(i for i in self.returned if differentiable[i])
+
 
 def untouched(
     outputs_by_gradient: Mapping[str | int, frozenset[int]], outputs: Collection[int]

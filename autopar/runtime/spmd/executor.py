@@ -38,7 +38,7 @@ class SpmdExecutor:
                 with torch.no_grad():
                     outputs = call.run_forward(program)[0]
             else:
-                if program.is_random:
+                if program.is_random and not program.has_all_tangents:
                     call.random_state = context.rng.current_state()
                 given = context.differentiable_inputs(shard)
                 call.differentiable = tuple(given)
@@ -96,7 +96,7 @@ class SpmdCall:
         state: state of the guards at the forward.
         program: the program of the forward.
         differentiable: names of parameters and indices of inputs given to autograd.
-        random_state: state of the generator at the forward, None for a program without draws.
+        random_state: state of the generator at the forward, None where it never runs again.
     """
 
     executor: SpmdExecutor
