@@ -54,7 +54,7 @@ def assign_none(model: Any, optimizer: Any) -> None:
 
 def zero_data(model: Any, optimizer: Any) -> None:
     for parameter in model.parameters():
-        if parameter.grad is not None:
+        if not parameter.is_meta and parameter.grad is not None:  # those of other stages are told
             parameter.grad.data.zero_()
 
 
