@@ -36,7 +36,7 @@ train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or t
 check: lint ## Check style, types and imports, run the quick tests of one process
 	$(PYTEST) -m "not processes and not slow"
 
-test: lint ## The same with tests of several ranks, in ten minutes
+test: lint ## The same with tests of several ranks, in 10 to 25 minutes
 	$(PYTEST) -m "not slow"
 
 test-all: test ## The same, and then the slow tests: the whole suite
