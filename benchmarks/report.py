@@ -1,4 +1,4 @@
-"""Result files, and the tables of `benchmarks.peers`."""
+"""Result files, tables of outcomes, and the tables of `benchmarks.peers`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,6 +161,25 @@ def empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
     drawn.add_column(first, overflow="fold")
     for heading in headings:
         drawn.add_column(heading, justify="right", no_wrap=True)
+    return drawn
+
+
+def outcome_counts(
+    pairs: Iterable[tuple[str, str]], outcomes: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """The number of cases of each outcome, by row, of pairs of a row and an outcome."""
+    counts: dict[str, Counter[str]] = {}
+    for row, outcome in pairs:
+        counts.setdefault(row, Counter())[outcome] += 1
+    return {row: {name: counter[name] for name in outcomes} for row, counter in counts.items()}
+
+
+def outcome_table(first: str, counts: Mapping[str, Mapping[str, int]]) -> Table:
+    """A table of `outcome_counts`, with the share of exact cases."""
+    drawn = Table(first, *next(iter(counts.values()), {}), "exact %")
+    for row, numbers in counts.items():
+        share = f"{100 * numbers['exact'] / (sum(numbers.values()) or 1):.1f}"
+        drawn.add_row(row, *map(str, numbers.values()), share)
     return drawn
 
 

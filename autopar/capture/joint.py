@@ -189,6 +189,6 @@ def _mark(graph: fx.Graph, source: fx.Node, place: int, result: fx.Node) -> None
         failed = op(aten.permute.default, op(aten.view.default, failed, shape), order)
         dense = op(aten.permute.default, result, order)
         marked = op(aten.masked_fill.Scalar, dense, failed, math.nan)
-        made = op(aten.permute.default, marked, places)
+        replacement = op(aten.permute.default, marked, places)
     for user in users:
-        user.replace_input_with(result, made)
+        user.replace_input_with(result, replacement)

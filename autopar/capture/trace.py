@@ -169,6 +169,7 @@ def capture_symbolically(
         module = _trace_joint(traced)
     if policy.after_run(traced.effects, changed_parameters(module, traced.infos)) != policy:
         raise CaptureError(f"{type(model).__name__} changes Python values")
+    _check_no_iterators(traced)
     return _capture_of(traced, module)
 
 
@@ -196,7 +197,6 @@ def _check_no_iterators(traced: TracedCall) -> None:
 
 
 def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
-    _check_no_iterators(traced)
     graph, effects = to_training_graph(module, traced), traced.effects
     undo_sorts(graph)
     return Capture(

@@ -64,7 +64,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,  # Python 3.13
 }
-"""What else an index names, besides dtypes."""
+"""Other names in an index, besides dtypes."""
 
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),

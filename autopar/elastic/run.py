@@ -91,12 +91,8 @@ def run(launch: Launch) -> int:
         StrategyError: this process may open too few files.
         CommunicationError: one node has no store for its ranks.
     """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    too_few = StrategyError(
-        f"the launcher may open {most} files, too few for {launch.nproc} ranks: raise ulimit -n"
-    )
-    if most < LAUNCHER_FILES + launch.nproc:
-        raise too_few
+    if _most_files() < LAUNCHER_FILES + launch.nproc:
+        raise _too_few_files(launch)
     launch, logs = named(launch), RankLogs(launch.log_dir)
     patience_s = str(launch.silence_s + KILL_S)  # to learn which node is gone
     try:
@@ -108,7 +104,19 @@ def run(launch: Launch) -> int:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        raise too_few from error
+        raise _too_few_files(launch) from error
+
+
+def _most_files() -> int:
+    """The number of files that this process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _too_few_files(launch: Launch) -> StrategyError:
+    return StrategyError(
+        f"the launcher may open {_most_files()} files, too few for {launch.nproc} ranks: raise "
+        "ulimit -n"
+    )
 
 
 def _run_until_over(launch: Launch, logs: RankLogs) -> int:

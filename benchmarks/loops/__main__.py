@@ -26,7 +26,7 @@ from benchmarks.loops.case import OUTCOMES, Case, counts, run_case
 from benchmarks.loops.draw import SETUPS, recipe
 from benchmarks.loops.elements import ELEMENTS
 from benchmarks.loops.loop import Recipe
-from benchmarks.report import about, save, wide_console
+from benchmarks.report import about, outcome_table, save, wide_console
 
 FAILURES = ("silent", "raw", "hung")
 
@@ -108,11 +108,7 @@ def line(case: Case) -> str:
 
 def table(cases: Sequence[Case]) -> Table:
     """Outcomes by setup."""
-    drawn = Table("setup", *OUTCOMES, "exact %")
-    for name, row in counts(cases).items():
-        share = f"{100 * row['exact'] / sum(row.values()):.1f}"
-        drawn.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share)
-    return drawn
+    return outcome_table("setup", counts(cases))
 
 
 def by_element(cases: Sequence[Case]) -> Table:

@@ -7,7 +7,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import FallbackWarning, LossyWarning, NumericsWarning
 from benchmarks.loops.draw import elements_of, train_plain
 from benchmarks.loops.loop import Loop, Observed, Recipe
+from benchmarks.report import outcome_counts
 from tests.harness.training import whole_state
 from tests.harness.worlds import RankError, run
 
@@ -177,8 +177,5 @@ def _relative(value: float, wanted: Any) -> float:
 
 def counts(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
     """The number of cases of each outcome, by setup and of all."""
-    tables: dict[str, Counter[str]] = {}
-    for case in cases:
-        for row in (case.recipe["setup"], "all"):
-            tables.setdefault(row, Counter())[case.outcome] += 1
-    return {row: {name: table[name] for name in OUTCOMES} for row, table in tables.items()}
+    pairs = ((row, case.outcome) for case in cases for row in (case.recipe["setup"], "all"))
+    return outcome_counts(pairs, OUTCOMES)

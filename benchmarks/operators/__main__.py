@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from benchmarks.operators.case import CELLS, FAILURES, OUTCOMES, Case, counts, facts, run_cases
+from benchmarks.operators.case import CELLS, FAILURES, Case, counts, facts, run_cases
 from benchmarks.operators.layer import operators
-from benchmarks.report import about, save, wide_console
+from benchmarks.report import about, outcome_table, save, wide_console
 
 TOGETHER = 8
 """Operators of one run of the workers."""
@@ -97,11 +97,7 @@ def line(case: Case) -> str:
 
 def table(cases: Sequence[Case]) -> Table:
     """Outcomes by cell."""
-    drawn = Table("cell", *OUTCOMES, "exact %")
-    for name, row in counts(cases).items():
-        share = f"{100 * row['exact'] / (sum(row.values()) or 1):.1f}"
-        drawn.add_row(name, *(str(row[outcome]) for outcome in OUTCOMES), share)
-    return drawn
+    return outcome_table("cell", counts(cases))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import logging
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from benchmarks.operators.layer import (
     observe,
     samples,
 )
+from benchmarks.report import outcome_counts
 from tests.harness.worlds import RankError, run
 
 OUTCOMES = ("exact", "told", "silent", "raw", "crashed", "hung")
@@ -216,10 +216,7 @@ def _compared(sample: Sample, cell: str, seed: int, wanted: Mapping[str, Any]) -
 
 def counts(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
     """The number of samples of each outcome, by cell."""
-    tables: dict[str, Counter[str]] = {}
-    for case in cases:
-        tables.setdefault(case.cell, Counter())[case.outcome] += 1
-    return {cell: {name: table[name] for name in OUTCOMES} for cell, table in tables.items()}
+    return outcome_counts(((case.cell, case.outcome) for case in cases), OUTCOMES)
 
 
 def facts(case: Case) -> dict[str, Any]:

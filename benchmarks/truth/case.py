@@ -8,7 +8,6 @@ import random
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import lcm
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
+from benchmarks.report import outcome_counts
 from benchmarks.truth.draw import train_plain
 from benchmarks.truth.inputs import ROW_NUMBERS
 from benchmarks.truth.recipe import Recipe, Trained, batch_of, deviation, train
@@ -209,8 +209,5 @@ def _deviations(trained: Sequence[Trained], want: Trained) -> Iterable[tuple[flo
 
 def counts(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
     """Return the number of cases of each outcome by strategy, and of all."""
-    table: dict[str, Counter[str]] = {}
-    for case in cases:
-        for row in (case.strategy, "all"):
-            table.setdefault(row, Counter())[case.outcome] += 1
-    return {row: {name: found[name] for name in OUTCOMES} for row, found in table.items()}
+    pairs = ((row, case.outcome) for case in cases for row in (case.strategy, "all"))
+    return outcome_counts(pairs, OUTCOMES)

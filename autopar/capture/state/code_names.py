@@ -99,17 +99,17 @@ _MOST_WRAPPERS = 100
 
 
 def resolved(code: CodeType, names: dict[str, Any]) -> tuple[FunctionType | None, type]:
-    """The function of a module or class that has this code, and its class; None if not found."""
-    found: Any = None
+    """The function of a module or class that has this code, and its class; None if it has none."""
+    member: Any = None
     kind: type = type(None)
     for index, part in enumerate(code.co_qualname.split(".")):
         if part == "<locals>":
             return None, type(None)
-        if index and not isinstance(found, type):
+        if index and not isinstance(member, type):
             return None, type(None)
-        kind = found if index else kind
-        found = inspect.getattr_static(found, part, None) if index else names.get(part)
-    for function in functions_behind(found):
+        kind = member if index else kind
+        member = inspect.getattr_static(member, part, None) if index else names.get(part)
+    for function in functions_behind(member):
         if function.__code__ is code:
             return function, kind
     return None, type(None)

@@ -85,10 +85,10 @@ def containers(value: Any) -> list[Container]:
     """All that may change in a value: its items, its attributes and its hidden parts."""
     if isinstance(value, (*PLAIN, tuple)):
         return []
-    found: list[Container | None] = [contents(value), hidden_parts(value)]
+    parts: list[Container | None] = [contents(value), hidden_parts(value)]
     if isinstance(value, (dict, list, set, deque)) and type(value).__dictoffset__:
-        found.append(_attributes(value))
-    return [container for container in found if container is not None]
+        parts.append(_attributes(value))
+    return [container for container in parts if container is not None]
 
 
 def items(container: Container) -> list[tuple[Any, Any]]:
@@ -318,10 +318,10 @@ class Fingerprinter:
             return type(value), value
         if isinstance(value, tuple):
             return (type(value), *(self(part, depth) for part in value))
-        found = [x for x in containers(value) if x is value or isinstance(x, HiddenParts) or x]
-        if not found:
+        parts = [x for x in containers(value) if x is value or isinstance(x, HiddenParts) or x]
+        if not parts:
             return ByIdentity(referent(value))
-        return type(value), *(self._of_container(container, value, depth) for container in found)
+        return type(value), *(self._of_container(container, value, depth) for container in parts)
 
     def _of_container(self, container: Container, value: Any, depth: int) -> Any:
         if (number := self._seen.get(identity(container))) is not None:

@@ -126,13 +126,13 @@ def _bytes(value: Any) -> Items:
 
 
 def _slots(slots: tuple[MemberDescriptorType, ...], value: Any) -> Items:
-    found: Items = []
+    values: Items = []
     for slot in slots:
         try:
-            found.append((slot, slot.__get__(value, type(value))))
+            values.append((slot, slot.__get__(value, type(value))))
         except AttributeError:
-            found.append((slot, UNSET))
-    return found
+            values.append((slot, UNSET))
+    return values
 
 
 def _pickles_itself(kind: type) -> bool:
@@ -145,12 +145,12 @@ def _pickles_itself(kind: type) -> bool:
 def _pickled(value: Any) -> Items:
     reduce = copyreg.dispatch_table.get(type(value))
     try:
-        made = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        reduction = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception:  # locks, files and others that no process can hand on
         return []
-    if isinstance(made, str):
+    if isinstance(reduction, str):
         return []
-    function, arguments, *more = made
+    function, arguments, *more = reduction
     state, *contents = (*more, None, None, None)[:3]
     return [(Pickled, Pickled((function, arguments, state, *(map(_listed, contents)))))]
 

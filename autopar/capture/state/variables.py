@@ -117,12 +117,12 @@ class VariableSearch:
         """The variables of the code that ran; all where nothing was recorded."""
         if not self._executed:
             return self.watched
-        found = {}
+        variables = {}
         for name, variable in self.watched.items():
             readers = self._readers.get((id(variable.scope), variable.name))
             if readers is None or not readers.isdisjoint(self._executed):
-                found[name] = variable
-        return found
+                variables[name] = variable
+        return variables
 
     def add_executed(self, executed: Mapping[CodeType, dict[str, Any]]) -> None:
         """Adds the variables of all code that ran, given with its globals."""
@@ -258,8 +258,8 @@ def _globals(scope: dict[str, Any], code: CodeType) -> list[tuple[str, Variable]
     package = scope.get("__package__") or ""
     imported = (name for each in names.imported for name in (each, f"{package}.{each}"))
     modules = [("sys.modules", Variable(sys.modules, name)) for name in imported]
-    found = [(module, Variable(scope, name)) for name in names.loaded if name in scope]
-    return [*found, *(pair for pair in modules if pair[1].name in sys.modules)]
+    loaded = [(module, Variable(scope, name)) for name in names.loaded if name in scope]
+    return [*loaded, *(pair for pair in modules if pair[1].name in sys.modules)]
 
 
 def _of_class(kind: type, attributes: Iterable[str]) -> list[tuple[str, Variable]]:

@@ -81,10 +81,8 @@ class _Remote:
         else:
             reads = name not in _METADATA
         if reads and not _module_of(sys._getframe(1)).startswith(_READERS):
-            every = pytree.tree_leaves(
-                (args, kwargs)
-            )  # some lie in lists: stack, backward(inputs=)
-            raise _error("value", next(x.shape for x in every if isinstance(x, _Remote)))
+            leaves = pytree.tree_leaves((args, kwargs))  # stack and backward(inputs=) have lists
+            raise _error("value", next(x.shape for x in leaves if isinstance(x, _Remote)))
         with without_subclasses():
             return func(*args, **(kwargs or {}))
 

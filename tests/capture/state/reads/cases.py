@@ -128,7 +128,7 @@ def losses(module: types.ModuleType, m: Any, new: Any) -> list[float]:
 
 
 def verdict(case: Case, folder: Path) -> tuple[str, str]:
-    """How the compiled model of a case ends: exact, told, silent or raw, and a message.
+    """The end of a case under its compiled model: exact, told, silent or raw, and a message.
 
     A case is "void" where the plain model fails.
     """
