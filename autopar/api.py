@@ -32,7 +32,7 @@ from autopar.driver.build_module import build_module
 from autopar.driver.local_steps import allowed_steps, build_groups, with_local_steps
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import make_problem
-from autopar.environment import untested_torch
+from autopar.environment import asks_for_plain, untested_torch
 from autopar.errors import AutoparWarning
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
@@ -48,6 +48,19 @@ from autopar.verification.verify import compare_training, verify_first_call
 Batch = Literal["global", "local"]
 Outputs = Literal["whole", "own"]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+_PLAIN: Mapping[str, Any] = {
+    "world_size": None,
+    "strategy": "ddp",
+    "plan": None,
+    "example_inputs": None,
+    "lossy": False,
+    "backend": "eager",
+    "cuda_graphs": False,
+    "fallback": True,
+    "verify": False,
+}
+"""Arguments of `compile` under AUTOPAR_PLAIN=1, which trains the plain model."""
 
 
 def compile(
@@ -83,7 +96,8 @@ def compile(
 
     Inside torchrun this initializes torch.distributed if necessary. All ranks receive the values
     of rank 0. Without `example_inputs` the first call is planned. An optimizer made
-    before that holds the right parameters.
+    before that holds the right parameters. AUTOPAR_PLAIN=1 in the environment trains the plain
+    model instead.
 
     Args:
         model: module whose forward can be traced, also on the meta device: its values then follow
@@ -143,21 +157,23 @@ def compile(
     check(**arguments)
     if text := untested_torch(torch.__version__):
         warn_once(AutoparWarning, text)
+    given = SimpleNamespace(**arguments, plain=asks_for_plain())
+    if given.plain:
+        vars(given).update(_PLAIN)
     device = device_of(model, device)
-    ranks = ensure_process_group(device, world_size, timeout_s)
-    given = SimpleNamespace(**arguments)
-    fixed = Strategy.of(strategy).allowing(lossy)
+    ranks = ensure_process_group(device, given.world_size, timeout_s)
+    fixed = Strategy.of(given.strategy).allowing(given.lossy)
     size: int | None = None
     local = fixed.local_steps
-    if plan is not None:
-        local = None if plan.local_steps is None else plan.local_steps.local
-        size = plan.world_size
+    if given.plan is not None:
+        local = None if given.plan.local_steps is None else given.plan.local_steps.local
+        size = given.plan.world_size
     elif fixed.may_sync and local is None and ranks > 1:
         size, local = allowed_steps(given, ranks, device, _plan)
     if local is not None:
         return build_groups(given, fixed, local, size, ranks, device)
     module = build_module(given, device, ranks)
-    if verify:
+    if given.verify:
         module.before_first_training_call = partial(verify_first_call, compile)
     return module
 

@@ -11,6 +11,21 @@ OLDEST_TORCH = 2, 11
 NEWEST_TORCH = 2, 13
 """Releases of torch, as (major, minor), that the tests of autopar have met."""
 
+PLAIN = "AUTOPAR_PLAIN"
+"""Variable: "1" to train the plain model, under DistributedDataParallel on several ranks."""
+
+
+def asks_for_plain() -> bool:
+    """Whether the user wants the plain model in place of the compiled one.
+
+    Raises:
+        StrategyError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(PLAIN, "0")
+    if value not in ("0", "1"):
+        raise StrategyError(f"{PLAIN}={value!r}: give 1 to train the plain model, or unset it")
+    return value == "1"
+
 
 def check_log_level() -> None:
     """Checks LOGLEVEL, by which torch fails to load.

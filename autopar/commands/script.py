@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,31 @@ def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
     if not (isinstance(made, tuple) and len(made) == 2):
         raise StrategyError(f"{function}() in {source} returned {made!r:.60}, not (model, inputs)")
     return made
+
+
+def has_make(script: str) -> bool:
+    """Whether a script has the function that `load` calls, by its source.
+
+    A module, or a file that imports names with `*`, counts as one that has it.
+    """
+    source, _ = _parts(script)
+    if source != script or not os.path.isfile(source):
+        return True
+    return bool(_names_of(ast.parse(Path(source).read_bytes(), source)) & {"make", "*"})
+
+
+def _names_of(module: ast.Module) -> set[str]:
+    """Names that a module's own statements define or import."""
+    names = set[str]()
+    for statement in module.body:
+        match statement:
+            case ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 def _parts(script: str) -> tuple[str, str]:

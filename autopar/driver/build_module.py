@@ -58,7 +58,8 @@ def build_module(
         rows=StatedRows.of(given.rows, model),
     )
     fallback = given.fallback and not given.cuda_graphs
-    planner = LivePlanner(problem, plan, fallback, given.time_limit_s, given.trials, recorder)
+    limits = given.time_limit_s, given.trials
+    planner = LivePlanner(problem, plan, fallback, *limits, recorder, given.plain)
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
     module: DistributedModule = kind(model, parameters, device, options, *hooks)
     may_shard = problem.strategy.zero != 0 or options.model_parallel_size > 1

@@ -16,6 +16,7 @@ from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.balance import balanced, with_speeds
 from autopar.driver.driver import Driver
+from autopar.environment import PLAIN
 from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyWarning
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
@@ -129,6 +130,7 @@ class LivePlanner:
         fallback: whether torch's data parallelism may replace a plan.
         time_limit_s: limit of the search in seconds, None for none.
         trials: number of plans to benchmark, None for the default.
+        plain: whether the plain model trains, by torch's data parallelism alone.
     """
 
     problem: PlanningProblem
@@ -137,9 +139,16 @@ class LivePlanner:
     time_limit_s: float | None
     trials: int | None
     recorder: Profiler | None
+    plain: bool = False
 
     def make_plan(self, module: DistributedModule, captured: CaptureFunction, call: Any) -> Plan:
-        """Captures, measures, plans and benchmarks a call, unless the plan is fixed."""
+        """Captures, measures, plans and benchmarks a call, unless the plan is fixed.
+
+        Raises:
+            CaptureError: the plain model trains, or the model cannot be captured.
+        """
+        if self.plain:
+            raise CaptureError(f"{PLAIN}=1 asks for it")
         if self.plan is not None:
             return self.agreed(self.plan)
         problem, candidates = with_speeds(self.problem), list[Plan]()

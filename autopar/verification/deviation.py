@@ -49,7 +49,7 @@ class Verification:
     """Comparison of training steps under a plan with the plain model on one process.
 
     Attributes:
-        loss: worst deviation of a step's loss.
+        loss: worst deviation of a step's loss; None for a script, which has the loss to itself.
         gradient: worst deviation of a gradient.
         parameter: worst deviation of a parameter after the optimizer's step.
         buffer: worst deviation of a buffer; None if the model has none.
@@ -60,7 +60,7 @@ class Verification:
         notes: limits of the comparison.
     """
 
-    loss: Deviation
+    loss: Deviation | None
     gradient: Deviation
     parameter: Deviation
     buffer: Deviation | None

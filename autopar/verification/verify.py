@@ -242,7 +242,7 @@ def _compare_steps(
         _world_size(),
         comparison.first,
         tuple(plain_draws.names),
-        (*notes, *_known_differences(parallel)),
+        (*notes, *known_differences(parallel)),
     )
 
 
@@ -275,7 +275,7 @@ def _world_size() -> int:
     return dist.get_world_size() if is_multi_rank() else 1
 
 
-def _known_differences(parallel: DistributedModule) -> list[str]:
+def known_differences(parallel: DistributedModule) -> list[str]:
     """Documented reasons for both trainings to differ."""
     plan = parallel.plan
     if plan is None:
