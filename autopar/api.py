@@ -101,7 +101,7 @@ def compile(
 
     Args:
         model: module whose forward can be traced, also on the meta device: its values then follow
-            block by block (docs/initialization.md). It is modified in place.
+            block by block (docs/large-models.md). It is modified in place.
         world_size: number of ranks; None for all that are running.
         example_inputs: arguments of a typical call: a tuple, or a dict of keyword arguments.
         loss_fn: loss function inside the graph: a call `model(*inputs, target)` returns
@@ -141,7 +141,7 @@ def compile(
         device: training device; None for that of the parameters.
         init_fn: initialises one module on the meta device; None for `reset_parameters()`.
         max_programs: number of programs to keep, one for each shape and mode of a call; the least
-            recently used goes, and is compiled again when needed (docs/shapes.md).
+            recently used goes, and is compiled again when needed (docs/troubleshooting.md).
         static: keyword arguments, tensors of integers whose values forward reads in Python, such as
             sizes of images. Each of their values has a program.
 

@@ -70,6 +70,14 @@ def test_sentences_are_short(document: Path) -> None:
     assert [line for line in sentences(text) if words(line) > MOST_WORDS] == []
 
 
+def test_the_site_is_small() -> None:
+    """At most 24 pages are for users; those of "Internals" are for people who change the code."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    users, _, internals = text.partition("\nnav:\n")[2].partition("  - Internals:")
+    assert internals
+    assert len(re.findall(r"\.md$", users, re.MULTILINE)) <= 24
+
+
 def exists(name: str) -> bool:
     """Whether a dotted name is a module, or an attribute of one."""
     try:

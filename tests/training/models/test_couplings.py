@@ -1,6 +1,6 @@
 """Models that couple the rows of a batch train exactly, which torch's DDP does not do.
 
-`docs/couplings.md` has what DDP gives.
+`docs/exactness.md` has what DDP gives.
 """
 
 import pytest
