@@ -56,7 +56,8 @@ audit: $(INSTALLED_TEST) ## Look for known faults of installed packages, over th
 bench: $(INSTALLED) ## Compare with torch's own DDP, fully_shard and others
 	$(BIN)/python -m benchmarks.peers $(strip $(ARGS))
 
-docs: $(INSTALLED_TEST) ## Build the site into site/; a broken link is an error
+docs: $(INSTALLED_TEST) ## Build the site into site/; broken links and wrong figures are errors
+	$(BIN)/python -m tests.harness.figures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-check: $(INSTALLED_TEST) ## Run every marked code block of README and docs
