@@ -22,12 +22,15 @@ from torch import Tensor, fx, nn
 from torch import _is_functional_tensor as is_functional
 from torch._C import _AutoDispatchBelowAutograd as skip_autograd
 from torch._C import _dispatch_dump as registrations_of
+from torch._C import _will_engine_execute_node as will_run
 from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
+from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._C._profiler import ProfilerConfig, ProfilerState
 from torch._C._profiler import _ExperimentalConfig as ExperimentalProfilerConfig
 from torch._dispatch.python import enable_python_dispatcher
@@ -42,6 +45,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.amp import GradScaler
+from torch.autograd import forward_ad
 from torch.cuda import _sleep as sleep_on_gpu
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
@@ -161,19 +165,10 @@ FUSED_ATTENTION = torch._C._SDPBackend.FLASH_ATTENTION.value
 """Number of the flash kernels among the kernels of attention."""
 
 
-def fused_attention_choice(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> int:
+def fused_attention_choice(query: Tensor, key: Tensor, *call: Any, scale: float | None) -> int:
     """Number of the kernel that `scaled_dot_product_attention` would run."""
     grouped = query.shape[1] != key.shape[1]
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    return torch._fused_sdp_choice(*given, scale=scale, enable_gqa=grouped)
+    return torch._fused_sdp_choice(query, key, *call, scale=scale, enable_gqa=grouped)
 
 
 def decomposition(target: OpOverload) -> Callable[..., Any] | None:
@@ -275,8 +270,7 @@ def inductor_compile(
 ) -> Callable[[list[Any]], Any]:
     """Compiles a module by inductor; the result takes a list of tensors and empties it.
 
-    Operators keep their order: inductor's reordering moves independent operators to the start of a
-    backward, where their results fill memory and leave the cache before use.
+    Operators keep their order: inductor would move independent ones to the start of a backward.
 
     Args:
         module: module of one argument, a list marked `steal_arg`.
@@ -305,6 +299,11 @@ def inductor_compile(
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply` of tensors that no functorch transform wraps, without looking for those."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func is active, or torch's forward mode."""
+    return current_transform() is not None or forward_ad._current_level >= 0
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ def capture_slice(
         return capture(call)
     made = capture(call if local else call.with_batch_size(slices.rows))
 
+    output_dims = _output_dims(call)
+
     def partitioned(own: BatchSlices) -> TrainingGraph:
         if local:
             return run_passes(made.graph, [LocalBatch(own, call.row_dims)])
@@ -62,7 +64,11 @@ def capture_slice(
         gathers = gathers_rows and not own.over_time and not _returns_scalar(made.graph)
         return run_passes(
             made.graph,
-            [PartitionBatch(own, call.row_dims, tuple(sorted(written)), gathers, proves_rows)],
+            [
+                PartitionBatch(
+                    own, call.row_dims, tuple(sorted(written)), gathers, proves_rows, output_dims
+                )
+            ],
         )
 
     graph = partitioned(slices)
@@ -71,6 +77,14 @@ def capture_slice(
             _check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
         run_passes(graph, [AccumulateMicroBatches()])
     return replace(made, graph=graph)
+
+
+def _output_dims(call: Call) -> tuple[int | None, ...] | None:
+    """The dim of each gradient that a call returns which is the batch's; None for other calls."""
+    if not call.derivatives:
+        return None
+    inputs = call.derivatives[-1].inputs
+    return tuple(call.row_dims[key] if isinstance(key, int) else None for key in inputs)
 
 
 def _returns_scalar(graph: TrainingGraph) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,16 +64,71 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Derivative:
+    """A differentiation of the results of a call, whose gradients are results in turn.
+
+    The backward of a captured call is computed by a graph that has no derivative. Where a loop asks
+    for one, the call is captured once more: its forward, and `torch.autograd.grad` of it. So
+    whatever changes gradients in forward holds for their derivatives, too: `detach`, `no_grad`,
+    hooks, functions with a backward of their own.
+
+    Attributes:
+        outputs: indices of the flattened results that have a gradient.
+        inputs: names of the parameters and indices of the arguments to differentiate by.
+    """
+
+    outputs: tuple[int, ...]
+    inputs: tuple[str | int, ...]
+
+    def of(
+        self,
+        result: Any,
+        tensors: Mapping[str | int, torch.Tensor],
+        tangents: Sequence[torch.Tensor],
+    ) -> Any:
+        """The gradient of each input, None where nothing flows; the results if gradients are off.
+
+        Args:
+            result: results of the call, or its gradients of the derivative before.
+            tensors: parameters by name and arguments by index.
+            tangents: gradients of the outputs.
+        """
+        if not torch.is_grad_enabled():
+            return result
+        leaves, _ = flatten(result)
+        outputs = [leaves[index] for index in self.outputs]
+        with _without_autocast(outputs[0].device.type):
+            gradients = torch.autograd.grad(
+                outputs,
+                [tensors[key] for key in self.inputs],
+                list(tangents),
+                create_graph=True,
+                allow_unused=True,
+            )
+        return list(gradients)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """The backward of eager code runs after the autocast of its forward."""
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+@dataclass(frozen=True)
 class Call:
     """Flattened (args, kwargs) of a call, tensors as `TensorSpec`, and their tree structure.
 
     Attributes:
         row_dims: the dim of each leaf that is the batch's, None for a leaf without rows.
+        derivatives: what the results are differentiated by, one time after another. With any,
+            the structure is that of ((args, kwargs), tangents of the first, ...).
     """
 
     leaves: tuple[Any, ...]
     structure: Any
     row_dims: tuple[int | None, ...]
+    derivatives: tuple[Derivative, ...] = ()
 
     @property
     def tensor_indices(self) -> tuple[int, ...]:
@@ -82,7 +138,7 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """A hashable key of the call; unhashable arguments are keyed by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
-        return leaves, self.structure, self.row_dims
+        return leaves, self.structure, self.row_dims, self.derivatives
 
     def with_batch_size(self, rows: int) -> Call:
         leaves = tuple(

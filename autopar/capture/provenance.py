@@ -24,6 +24,7 @@ from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.capture.values.pure_calls import tensors_in
 from autopar.capture.values.real_tensors import RealTensors, explaining_writes
 from autopar.ir.graph import ParameterInfo
+from autopar.operators.attention import SDPA
 
 AUTOPAR = os.path.dirname(os.path.dirname(__file__))
 LIBRARIES = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), AUTOPAR))
@@ -34,7 +35,12 @@ class Annotate(TorchFunctionMode):
     """Annotates every traced operator with the user's line and the module's name.
 
     Functions of known tensors alone run instead, and constants are read.
+
+    Attributes:
+        is_dense: whether attention keeps the form that torch traces.
     """
+
+    is_dense = False
 
     def __init__(
         self,
@@ -89,7 +95,8 @@ class Annotate(TorchFunctionMode):
         self.real.meet(given := tensors_in((args, kwargs)))
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
-        form = traceable(func) if args else func  # a form's first parameter has another name
+        is_plain = not args or (self.is_dense and func is SDPA)
+        form = func if is_plain else traceable(func)  # a form's first parameter has another name
         if not _calls_python(args, kwargs):
             self.executed.pause()
         try:

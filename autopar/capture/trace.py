@@ -206,7 +206,7 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         traced.tensor_leaves,
         traced.differentiable,
         traced.structure,
-        writes=tuple(writes_of(effects)),
+        writes=() if traced.call.derivatives else tuple(writes_of(effects)),
         reads=traced.reads(),
         classes=tuple(effects.classes),
         variables=traced.search.read(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import _torch
 from autopar._torch import pytree
@@ -123,7 +124,9 @@ class TracedCall(nn.Module):
         super().__init__()
         self.model = (model,)  # a tuple hides its parameters from this module
         self.loss_fn = (loss_fn,)
-        blocks = dict.fromkeys(info.block for info in parameters.values() if info.block)
+        # gradients inside of the graph end the shared blocks' inputs and outputs elsewhere
+        sharing = () if call.derivatives else parameters.values()
+        blocks = dict.fromkeys(info.block for info in sharing if info.block)
         self.repeats = RepeatedBlocks(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
         self.branches = branches
@@ -174,7 +177,8 @@ class TracedCall(nn.Module):
         leaves = list(self.call.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = self.known.get(position, tensor)
-        args, kwargs = pytree.tree_unflatten(leaves, self.call.structure)
+        arguments = pytree.tree_unflatten(leaves, self.call.structure)
+        (args, kwargs), *tangents = arguments if self.call.derivatives else (arguments,)
         (model,), (loss_fn,) = self.model, self.loss_fn
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
@@ -191,6 +195,9 @@ class TracedCall(nn.Module):
             executed = ExecutedCode()
             parameters = ParameterReads(known, self.infos)
             annotate = Annotate(model, known_values, constants, parameters, executed)
+            if self.call.derivatives:  # fused attention has one derivative
+                annotate.is_dense = True
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(annotate)
             stack.enter_context(self.branches.answering())
             stack.enter_context(_torch.check_tensors_in_graph())
@@ -208,6 +215,9 @@ class TracedCall(nn.Module):
             if loss_fn is not None:
                 annotate.module = ""
                 result = loss_fn(result, target)
+            inputs = known | dict(zip(self.positions, tensors, strict=True))
+            for derivative, gradients in zip(self.call.derivatives, tangents, strict=True):
+                result = derivative.of(result, inputs, gradients)
         self.search.add_executed(executed.globals)
         self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
         given = (*known.values(), *tensors)
@@ -228,7 +238,8 @@ class TracedCall(nn.Module):
 
     def _outputs_of(self, result: Any, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         results, _ = flatten(result)
-        if written := writes_of(self.effects):
+        written = writes_of(self.effects)
+        if written and not self.call.derivatives:  # the call itself has written them
             result = (result, list(written.values()))
         leaves, self.structure = flatten(result)
         name = type(self.model[0]).__name__
@@ -242,7 +253,7 @@ class TracedCall(nn.Module):
         has_loss = any(
             isinstance(x, torch.Tensor) and x.requires_grad and not x.dim() for x in results
         )
-        if has_loss and not self.all_tangents:
+        if has_loss and not self.all_tangents and not self.call.derivatives:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(outputs)
 

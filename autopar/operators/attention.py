@@ -324,7 +324,9 @@ def _generator_in(state: Tensor) -> Iterator[None]:
 def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, *call: Any) -> bool:
     if q.device.type != "cpu" or p:
         return False
-    return fused_attention_choice(q, k, v, _additive(mask, q.dtype), p, *call) == FUSED_ATTENTION
+    is_causal, scale = call
+    options = (v, _additive(mask, q.dtype), p, is_causal)
+    return fused_attention_choice(q, k, *options, scale=scale) == FUSED_ATTENTION
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -259,8 +259,10 @@ class ExecutionContext:
             shard.call,
             shard.slices,
             local=self.options.local,
-            gathers_rows=self.options.is_replicated,
-            proves_rows=self.options.batch == "local" and self.options.rows is None,
+            gathers_rows=self.options.is_replicated and not shard.call.derivatives,
+            proves_rows=self.options.batch == "local"
+            and self.options.rows is None
+            and not shard.call.derivatives,  # the call itself was proved
         )
         if shard.slices.count > 1:
             _warn_of_local_writes(made, self.model)
@@ -352,16 +354,20 @@ class ExecutionContext:
         """Everything that distinguishes a kind of call."""
         slices = shard.slices
         called = (*shard.call.key, slices.rows, slices.count, slices.over_time, slices.held)
-        return (*called, *self._mode_key)
+        return (*self._mode_key, *called)
 
     @property
     def _mode_key(self) -> tuple[Any, ...]:
-        """Everything that distinguishes kinds of call but the arguments."""
+        """Everything that distinguishes kinds of call but the arguments; `modes` come first."""
+        return self.modes, self.all_tangents, self.guards.state, self.options.local
+
+    @property
+    def modes(self) -> tuple[Any, ...]:
+        """Autocast, and what is trained."""
         device = self.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = tuple(map(_training, self.index.modules))
-        trained = tuple(map(_requires_grad, self.index.parameters.values()))
-        return autocast, modes, trained, self.all_tangents, self.guards.state, self.options.local
+        return autocast, modes, tuple(map(_requires_grad, self.index.parameters.values()))
 
     def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
         """Local parameters by name and inputs by index that autograd differentiates a call by."""

@@ -27,6 +27,7 @@ from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.protocol import Told, call_entries
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
+from autopar.runtime.agreement.transforms import check_not_transformed
 from autopar.runtime.agreement.turn import in_turn
 from autopar.runtime.border.border import Border
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
@@ -210,6 +211,7 @@ class DistributedModule(StatefulModule):
         if torch.is_inference_mode_enabled():  # DTensors do not support inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
+        check_not_transformed()
         self.check_not_gathered()
         self._watch.begin(trains=torch.is_grad_enabled())
         if not self._was_called and self._options.ranks > 1:

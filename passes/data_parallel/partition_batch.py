@@ -63,6 +63,7 @@ class PartitionBatch(Pass):
         whole_outputs: indices of outputs that the model keeps, so that each rank needs all rows.
         proves_rows: whether rows were not stated, so that no operator may depend on the choice.
         gathers_rows: whether the loop reads all outputs, so that each rank needs all rows.
+        output_dims: the batch dim of each output, None for those without; None to find out.
     """
 
     slices: BatchSlices
@@ -70,10 +71,16 @@ class PartitionBatch(Pass):
     whole_outputs: tuple[int, ...] = ()
     gathers_rows: bool = False
     proves_rows: bool = False
+    output_dims: tuple[int | None, ...] | None = None
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         placements = BatchPlacements(
-            graph, self.slices, self.row_dims, self.whole_outputs, self.gathers_rows
+            graph,
+            self.slices,
+            self.row_dims,
+            self.whole_outputs,
+            self.gathers_rows,
+            self.output_dims,
         )
         if self.proves_rows and (coupled := placements.couplings()):
             line = source_line(coupled[0])

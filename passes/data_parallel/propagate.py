@@ -53,9 +53,10 @@ class BatchPlacements:
         row_dims: Sequence[int | None],
         whole_outputs: Sequence[int] = (),
         gathers_rows: bool = False,
+        output_dims: Sequence[int | None] | None = None,
     ) -> None:
         self.graph, self.slices, self.whole_outputs = graph, slices, whole_outputs
-        self.gathers_rows, self.returned_bytes = gathers_rows, 0
+        self.gathers_rows, self.returned_bytes, self.output_dims = gathers_rows, 0, output_dims
         self.chooser = StrategyChooser(slices)
         self.roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self.placements: dict[Value, Placement] = {
@@ -87,6 +88,10 @@ class BatchPlacements:
         found: dict[int, Placement] = {}
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
             if isinstance(role, Output) and node is not None:
+                if self.output_dims is not None:
+                    dim = self.output_dims[role.index]
+                    found[role.index] = WHOLE if dim is None else Shard(dim)
+                    continue
                 placement = self.placements[value_of(node)]
                 is_shard, keeps = isinstance(placement, Shard), role.index in self.whole_outputs
                 if is_shard and self.gathers_rows and not keeps:

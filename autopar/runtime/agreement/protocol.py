@@ -30,6 +30,7 @@ from autopar.runtime.agreement.found_inf import agree_on_overflows
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
 from autopar.runtime.agreement.record import Entry
 from autopar.runtime.agreement.replicas import PendingSamples, Replicas, check_samples
+from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.batch_checks import (
     PLAIN,
     LateNumbers,
@@ -192,6 +193,8 @@ class Protocol:
 
         def on_backward(gradient: torch.Tensor | None) -> None:
             # the gradient is None if another output receives it
+            if gradient is not None:
+                check_not_batched((gradient,))
             scale = ""
             if compares_scale and gradient is not None and is_on_host(gradient):
                 scale = "" if gradient.dim() else repr(gradient.item())

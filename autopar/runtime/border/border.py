@@ -17,7 +17,7 @@ from autopar.capture.call import BatchShard
 from autopar.common.containers import flatten
 from autopar.ir.placement import Shard
 from autopar.runtime.border.lazy_rows import ReadLater
-from autopar.runtime.border.rows import OwnRows, RowLayout, ScaledGradient
+from autopar.runtime.border.rows import Entered, OwnRows, RowLayout, ScaledGradient
 
 Announce = Callable[[str], None]
 """Agrees with the other ranks on what this one is about to do."""
@@ -55,7 +55,7 @@ class Border:
     def _entered(self, index: int, given: torch.Tensor, dim: int) -> torch.Tensor:
         if not self.is_replicated:
             # a program differentiates the loss of all rows, of which this rank's mean is a part
-            return given if self.averages else ScaledGradient.apply(given, self._weight)
+            return given if self.averages else Entered.apply(given, 1.0, 1 / self._weight)
         layout = self._layout(Shard(dim), f"gathers the gradient of argument {index}")
         own = OwnRows.apply(given, layout, 1.0)
         return ScaledGradient.apply(own, 1 / len(self.sources)) if self.averages else own

@@ -8,6 +8,7 @@ import torch
 
 from autopar._torch import empty_subclass, pytree, without_subclasses
 from autopar.ir.graph import dense_strides
+from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.rows import OwnRows, RowLayout
 
 aten = torch.ops.aten
@@ -102,4 +103,5 @@ class ReadLater(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        check_not_batched(gradients)
         return OwnRows.apply(gradients[0], ctx.layout, ctx.scale), None, None

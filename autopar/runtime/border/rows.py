@@ -81,8 +81,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, layout: RowLayout, scale: float) -> torch.Tensor:
         ctx.layout, ctx.scale = layout, scale
-        whole = layout.gather(own)
-        return whole if scale == 1 else whole * scale
+        return layout.gather(own if scale == 1 else own * scale)  # ranks scale by other numbers
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -114,3 +113,66 @@ class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0] * ctx.scale, None
+
+
+class Entered(torch.autograd.Function):
+    """A value of this rank's loop inside of the model, scaled; its gradient leaves.
+
+    A gradient inside is one of the loss of all ranks, of which this rank's is a part of `weight`. A
+    gradient in the loop is one of this rank's loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, scale: float, weight: float) -> torch.Tensor:
+        ctx.scale, ctx.weight = scale, weight
+        return value.view_as(value) if scale == 1 else value * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return Left.apply(gradients[0], ctx.scale / ctx.weight, ctx.weight), None, None
+
+
+class Left(torch.autograd.Function):
+    """A value of the model in this rank's loop, scaled; its gradient enters, as in `Entered`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, scale: float, weight: float) -> torch.Tensor:
+        ctx.scale, ctx.weight = scale, weight
+        return value.view_as(value) if scale == 1 else value * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return Entered.apply(gradients[0], ctx.scale * ctx.weight, ctx.weight), None, None
+
+
+class EnteredWhole(torch.autograd.Function):
+    """The average over the ranks' loops of a value without rows; its gradient leaves unscaled."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight, group = weight, world()
+        finish_exchange()
+        total = value * weight
+        with explaining_comm_errors("the averaging of a gradient's gradient"):
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return LeftWhole.apply(gradients[0], ctx.weight), None
+
+
+class LeftWhole(torch.autograd.Function):
+    """A value without rows in the ranks' loops, each of which gives it a gradient of its own.
+
+    Weights of all ranks add up to 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return EnteredWhole.apply(gradients[0], ctx.weight), None

@@ -25,8 +25,9 @@ from autopar._torch import (
     skip_autograd,
 )
 from autopar.capture.trace import Capture
-from autopar.ir.graph import TrainingGraph, render_node, tensors
+from autopar.ir.graph import TrainingGraph, elements, render_node, tensors
 from autopar.ir.roles import (
+    Buffer,
     Gradient,
     InputRole,
     Output,
@@ -34,6 +35,7 @@ from autopar.ir.roles import (
     Parameter,
     Saved,
     Tangent,
+    Update,
 )
 from autopar.operators.held_reads import without_aliases
 from autopar.passes.core.node_builder import is_random, is_view
@@ -41,6 +43,8 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import disabled_passes
+from autopar.passes.rules.batch_loops import draws_random
+from autopar.passes.rules.loops import Operator
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
@@ -135,6 +139,15 @@ class Program:
         return any(is_random(node) for node in self.graph.calls())
 
     @cached_property
+    def draws(self) -> tuple[tuple[str, tuple[torch.Size | None, ...]], ...]:
+        """The random operators of the forward in their order, with the shapes of their results."""
+        drawn = (n for n in self.forward.graph.calls() if draws_random(Operator.of(n)))
+        return tuple(
+            (str(n.target), tuple(None if t is None else t.shape for t in elements(n)))
+            for n in drawn
+        )
+
+    @cached_property
     def returned_parameters(self) -> frozenset[int]:
         """Positions of the parameters that share their storage with a result."""
         graph = self.forward.graph
@@ -142,6 +155,19 @@ class Program:
         shared = {_storage_owner(n) for r, n in pairs if n is not None and not isinstance(r, Saved)}
         inputs = enumerate(zip(graph.inputs, graph.placeholders, strict=True))
         return frozenset(i for i, (r, n) in inputs if isinstance(r, Parameter) and n in shared)
+
+    @cached_property
+    def overwritten_buffers(self) -> tuple[str, ...]:
+        """Buffers that the forward changes, and whose old values its results depend on."""
+        graph = self.forward.graph
+        changed = {role.of for role in graph.outputs if isinstance(role, Update)}
+        pairs = zip(graph.outputs, graph.results, strict=True)
+        results = {node for role, node in pairs if isinstance(role, Output)}
+        return tuple(
+            role.name
+            for role, node in zip(graph.inputs, graph.placeholders, strict=True)
+            if isinstance(role, Buffer) and role in changed and _reaches(node, results)
+        )
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
@@ -158,6 +184,31 @@ class Program:
         """Whether each output that may be differentiated has its gradient in the backward."""
         differentiable = self.capture.differentiable
         return self.tangents.issuperset(i for i in self.returned if differentiable[i])
+
+
+def _reaches(start: fx.Node, results: Collection[fx.Node | None]) -> bool:
+    """Whether a result depends on a buffer; that of a batch norm in training on no statistics."""
+    seen, waiting = {start}, [start]
+    while waiting:
+        node = waiting.pop()
+        if node in results:
+            return True
+        for user in node.users:
+            if user not in seen and user.op != "output" and not _is_statistic_of(node, user):
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _is_statistic_of(node: fx.Node, norm: fx.Node) -> bool:
+    """Whether a batch norm in training only updates a value: it takes the batch's statistics."""
+    if not isinstance(norm.target, OpOverload):
+        return False
+    names = [argument.name for argument in norm.target._schema.arguments]
+    arguments = dict(zip(names, norm.args, strict=False)) | dict(norm.kwargs)
+    trains = arguments.get("training", arguments.get("train", False))
+    places = [name for name, value in arguments.items() if value is node]
+    return trains is True and set(places) <= {"running_mean", "running_var"}
 
 
 def untouched(

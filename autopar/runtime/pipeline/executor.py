@@ -155,17 +155,17 @@ class _PipelineFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Runs the backwards, or collects the gradients of interleaved ones."""
         call, executor = ctx.call, ctx.executor
+        differentiates_again = torch.is_grad_enabled()  # create_graph=True
         _ = ctx.saved_tensors  # a checkpoint runs the forward again: statistics are taken twice
         pairs = zip(call.returned, gradients, strict=True)
         tangents = {index: gradient for index, gradient in pairs if gradient is not None}
         if not call.compiled.graphs.tangents.issuperset(tangents):
             call = executor.rerun_with_all_tangents(call, ctx.state)
         retain_graph = backward_keeps_graph()
-        with executor.context.turn:
+        with executor.context.turn, torch.no_grad():
             call.run_backward(tangents, retain_graph)
         if call.interleaves_backward and tangents:
             executor.loss_tangent = call.next_loss_tangent
@@ -182,4 +182,7 @@ class _PipelineFunction(torch.autograd.Function):
                 found.append(None if gradient is None else context.as_grad_of(key, gradient))
             else:
                 found.append(call.input_gradient(key))
-        return (None, None, None, None, *found, None)
+        results: tuple[torch.Tensor | None, ...] = tuple(found)
+        if differentiates_again:
+            results = differentiable_once(results, "a pipeline has no second derivative")
+        return (None, None, None, None, *results, None)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from autopar._torch import apply_function, backward_keeps_graph, local_tensor
+from autopar._torch import (
+    apply_function,
+    backward_keeps_graph,
+    local_tensor,
+    will_run,
+)
 from autopar.capture.call import BatchShard
 from autopar.capture.trace import Capture
 from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_notes
-from autopar.errors import StrategyError
+from autopar.errors import CaptureError, StrategyError
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
 from autopar.runtime.process_groups import explaining_comm_errors
+from autopar.runtime.spmd.derivatives import differentiated, version_of
 
 
 @dataclass
@@ -31,19 +39,21 @@ class SpmdExecutor:
     programs: BoundedCache[Program] = field(default_factory=BoundedCache)
 
     def run(self, shard: BatchShard, no_sync: bool) -> Any:
-        context, program = self.context, self.program(shard, no_sync)
-        call = SpmdCall(self, shard, no_sync, context.guards.state, program)
+        context, key = self.context, self._key(shard, no_sync)
+        program = self._program(key, shard, no_sync)
+        call = SpmdCall(self, shard, no_sync, context.guards.state, program, key[0])
         with context.rng.as_default(program.is_random), context.without_autocast():
             if program.backward is None:
                 with torch.no_grad():
                     outputs = call.run_forward(program)[0]
             else:
-                if program.is_random and not program.has_all_tangents:
+                if program.is_random:
                     call.random_state = context.rng.current_state()
-                given = context.differentiable_inputs(shard)
-                call.differentiable = tuple(given)
+                call.differentiate_by(context.differentiable_inputs(shard))
+                if program.overwritten_buffers:
+                    call.keep_buffers(context.index.buffers())
                 try:
-                    outputs = apply_function(SpmdFunction, call, *given.values())
+                    outputs = apply_function(SpmdFunction, call, *call.given.values())
                 except BaseException:  # a checkpoint stops its second forward like this
                     self._write_updates(call)
                     raise
@@ -51,10 +61,43 @@ class SpmdExecutor:
         self._write_updates(call)
         return context.result_of(program.capture, program.returned, outputs)
 
+    def run_again(
+        self,
+        call: SpmdCall,
+        shard: BatchShard,
+        program: Program,
+        given: dict[str | int, torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs a program with the state and the random numbers of an earlier call."""
+        context = self.context
+        again = replace(call, shard=shard, program=program, updates={})
+        again.differentiate_by(given)
+        replayed = context.rng.replayed(call.random_state)
+        outputs: tuple[torch.Tensor, ...]
+        with torch.enable_grad(), context.without_autocast(), replayed:
+            outputs = apply_function(SpmdFunction, again, *given.values())
+        again.updates.clear()
+        finish_exchange()
+        return outputs
+
     def program(self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
         """The program of a call, built at its first run; `unreduced` as in `LoweringOptions`."""
+        return self._program(self._key(shard, no_sync, unreduced), shard, no_sync, unreduced)
+
+    def _key(
+        self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...] = ()
+    ) -> tuple[Any, ...]:
+        """Everything that distinguishes programs; `ExecutionContext.modes` come first."""
+        return (*self.context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
+
+    def _program(
+        self,
+        key: tuple[Any, ...],
+        shard: BatchShard,
+        no_sync: bool,
+        unreduced: tuple[str, ...] = (),
+    ) -> Program:
         context = self.context
-        key = (*context.call_key(shard), torch.is_grad_enabled(), no_sync, unreduced)
         if (program := self.programs.get(key)) is not None:
             return program
         with paused_collector(), apart_from_hooks():
@@ -67,11 +110,13 @@ class SpmdExecutor:
                 context.options.recorder,
             )
             options = context.options
-            if options.cuda_graphs and options.recorder is None and not options.on_trial:
+            alone = options.recorder is None and not options.on_trial
+            if options.cuda_graphs and alone and not shard.call.derivatives:
                 program = with_cuda_graphs(program, context.graph_pool)
         if not context.options.on_trial:
             warn_of_notes(program.graph.notes, trains=program.backward is not None)
-            context.tell_of_shapes(shard)
+            if not shard.call.derivatives:
+                context.tell_of_shapes(shard)
         return self.programs.add(key, program, context.options.max_programs)
 
     def _write_updates(self, call: SpmdCall) -> None:
@@ -95,8 +140,11 @@ class SpmdCall:
     Attributes:
         state: state of the guards at the forward.
         program: the program of the forward.
-        differentiable: names of parameters and indices of inputs given to autograd.
-        random_state: state of the generator at the forward, None where it never runs again.
+        modes: those of the context at the forward.
+        given: what autograd differentiates by: parameters by name, inputs by index.
+        versions: how often each of them had been changed in place.
+        buffers: values before the forward of buffers that it changes and its results depend on.
+        random_state: state of the generator at the forward, None where nothing is drawn.
     """
 
     executor: SpmdExecutor
@@ -104,13 +152,24 @@ class SpmdCall:
     no_sync: bool
     state: int
     program: Program
-    differentiable: tuple[str | int, ...] = ()
+    modes: tuple[Any, ...]
+    given: dict[str | int, torch.Tensor] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
     random_state: torch.Tensor | None = None
 
     @property
     def context(self) -> ExecutionContext:
         return self.executor.context
+
+    def differentiate_by(self, given: dict[str | int, torch.Tensor]) -> None:
+        """Takes the tensors that autograd differentiates by."""
+        self.given, self.versions = given, list(map(version_of, given.values()))
+
+    def keep_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Keeps what running the forward again needs, and the forward overwrites."""
+        self.buffers = {name: buffers[name].clone() for name in self.program.overwritten_buffers}
 
     def run_forward(self, program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         with explaining_comm_errors("forward"):
@@ -127,11 +186,12 @@ class SpmdCall:
     def _forward_arguments(self, program: Program) -> list[torch.Tensor]:
         context, shard, graph = self.context, self.shard, program.forward
         parameters, buffers = context.index.parameters, context.index.buffers()
+        buffers |= self.buffers
         inputs = inputs_of(shard)
         values: list[Any] = [None] * len(graph.graph.inputs)
         sharded = context.index.dtensors
         for place, name in graph.parameter_inputs:
-            value = parameters[name]
+            value = self.given.get(name, parameters[name])
             values[place] = local_tensor(value) if name in sharded else value
         for place in program.returned_parameters:
             values[place] = values[place].detach()
@@ -207,7 +267,7 @@ class SpmdCall:
                 context.hold(role.name, results[place])
         found: list[torch.Tensor | None] = []
         gradients = graph.gradient_outputs
-        for key in self.differentiable:
+        for key in self.given:
             value = results[gradients[key]] if key in gradients.keys() - absent else None
             if value is not None and key in sharded:
                 value = context.as_grad_of(str(key), value)
@@ -235,15 +295,35 @@ class SpmdFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: SpmdCall = ctx.call
         pairs = zip(call.program.returned, gradients, strict=True)
         tangents = {index: gradient for index, gradient in pairs if gradient is not None}
+        if call.context.options.ranks > 1:
+            check_not_batched(tangents.values())
+        why_once = ""
+        if torch.is_grad_enabled() and tangents:  # create_graph=True
+            needed = [_is_needed(node) for node, _ in ctx.next_functions]
+            keys = [key for key, flag in zip(call.given, needed, strict=True) if flag]
+            try:
+                with call.context.turn:
+                    by_key = differentiated(call, tangents, keys)
+                return (None, *map(by_key.get, call.given))
+            except CaptureError as error:
+                why_once = str(error)
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        with call.context.turn:
-            return (None, *call.run_backward(saved, tangents))
+        with call.context.turn, torch.no_grad():
+            results = call.run_backward(saved, tangents)
+        return (None, *(differentiable_once(results, why_once) if why_once else results))
+
+
+def _is_needed(node: Any) -> bool:
+    """Whether the backward that runs needs the gradient that goes to a node."""
+    try:
+        return node is not None and will_run(node)
+    except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was given
+        return True
 
 
 def _check_changed_inputs(captured: Capture, shard: BatchShard) -> None:

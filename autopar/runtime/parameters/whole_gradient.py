@@ -1,0 +1,40 @@
+"""`OwnPart` and `WholeValue`: a whole tensor and this rank's part of it, for autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.parameters.sharded import in_layout_of
+from autopar.runtime.parameters.unread import UnreadTensor
+from autopar.runtime.parameters.whole_values import own_part, read_whole
+
+
+class OwnPart(torch.autograd.Function):
+    """A tensor that every rank has whole, in the layout of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return in_layout_of(parameter, own_part(whole, parameter).contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return WholeValue.apply(gradients[0], ctx.parameter), None
+
+
+class WholeValue(torch.autograd.Function):
+    """The whole of a tensor; all ranks call this at once."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        if isinstance(value, UnreadTensor):
+            return value.read().clone()
+        return read_whole(value) if isinstance(value, DTensor) else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return OwnPart.apply(gradients[0], ctx.parameter), None
