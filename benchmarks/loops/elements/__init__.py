@@ -2,7 +2,14 @@
 
 from collections.abc import Mapping
 
-from benchmarks.loops.elements import accumulation, gradients, parameters, state, surroundings
+from benchmarks.loops.elements import (
+    accumulation,
+    derivatives,
+    gradients,
+    parameters,
+    state,
+    surroundings,
+)
 from benchmarks.loops.loop import Element
 
 GROUPS: Mapping[str, Mapping[str, type[Element]]] = {
@@ -11,6 +18,7 @@ GROUPS: Mapping[str, Mapping[str, type[Element]]] = {
     "parameters": parameters.ELEMENTS,
     "state": state.ELEMENTS,
     "surroundings": surroundings.ELEMENTS,
+    "derivatives": derivatives.ELEMENTS,
 }
 
 ELEMENTS: Mapping[str, type[Element]] = {
