@@ -293,7 +293,8 @@ def _too_few(rows: int, ranks: int) -> str:
     if rows == 1:
         advice += (
             f" If sequences are packed into one row, split its tokens by Strategy(cp={ranks}), or "
-            "let each rank bring a packed row of its own: batch='local'."
+            "let each rank bring a packed row of its own: batch='local', in AutoparTrainer and "
+            "AutoparAccelerator by compile_options={'batch': 'local'}."
         )
     return f"a batch of {size} cannot be split over {ranks} ranks, and a plan needs that: {advice}"
 

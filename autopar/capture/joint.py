@@ -31,6 +31,7 @@ def to_training_graph(module: fx.GraphModule, call: TracedCall) -> TrainingGraph
     output.args = (list(output.args[0]),)
     annotate_nodes(graph, call.infos)
     _mark_failures(graph)
+    _join_without_nothing(graph)
     for node in [n for n in graph.nodes if n.target in (aten.detach.default, aten.alias.default)]:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
@@ -142,6 +143,20 @@ def _output_index(desc: Any, call: TracedCall) -> int:
         )
     tensors = [i for i, is_tensor in enumerate(call.tensor_leaves) if is_tensor]
     return tensors[desc.idx]
+
+
+def _join_without_nothing(graph: fx.Graph) -> None:
+    """Leaves tensors of shape (0,) out of concatenations with tensors of more dims.
+
+    Torch skips them: caches of keys and values begin so. Kept, they would have no batch dim, and
+    the concatenation would need all rows.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts, whole = node.args[0], node.meta["val"]
+        kept = [part for part in parts if part.meta["val"].shape != (0,)]
+        has_dims = len(kept) < len(parts) and whole.dim() > 1
+        if has_dims and kept and all(part.meta["val"].dtype == whole.dtype for part in kept):
+            node.args = (kept, *node.args[1:])
 
 
 # -- failed factorisations ---------------------------------------------------------------------

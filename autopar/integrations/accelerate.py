@@ -6,6 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ class AutoparAccelerator(Accelerator):
     Every rank loads the whole batch: the loader's batch size times the number of ranks, whatever
     the plan. The model computes this rank's rows, and results for all rows come back. Values are
     not gathered again, since every rank has those of all rows.
+
+    With `compile_options={"batch": "local"}` the loop sees this rank's batch, as under accelerate:
+    such as packed rows, whose lengths differ between ranks. Gradients are averaged over ranks.
 
     Args:
         strategy: as in `autopar.compile`.
@@ -73,24 +77,32 @@ class AutoparAccelerator(Accelerator):
         """Keeps the options of `compile`, and the rows of all ranks on every rank."""
         _check(self)
         self.compile_options = dict(options)
+        self.brings_rows = options.get("batch") == "local"
+        if self.brings_rows and options.get("plan") is None:
+            strategy = Strategy.of(options.get("strategy") or "auto")
+            self.compile_options["strategy"] = replace(strategy, batch_semantics="local")
         self.dataloader_config.dispatch_batches = False
         self.rng_types = ["torch"]  # samplers and collators draw the same on all ranks
         self.register_load_state_pre_hook(_load_models)
 
-    # The loop's view: one process with the whole batch.
+    # The loop's view: one process with the whole batch, unless each brings rows.
 
     @property
     def num_processes(self) -> int:
-        """Number of processes that the loop divides a batch over: one."""
-        return 1
+        """Number of processes that the loop divides a batch over: one for the whole batch."""
+        return self.state.num_processes if getattr(self, "brings_rows", False) else 1
 
     def gather(self, tensor: Any) -> Any:
-        return tensor
+        return super().gather(tensor) if self.brings_rows else tensor
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if self.brings_rows:
+            return super().reduce(tensor, reduction, scale)
         return recursively_apply(lambda x: x * scale, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if self.brings_rows:
+            return super().gather_for_metrics(input_data, use_gather_object)
         state = self.gradient_state
         rows = state.remainder if state.end_of_dataloader else 0
         if rows <= 0:
@@ -100,13 +112,15 @@ class AutoparAccelerator(Accelerator):
         return recursively_apply(lambda x: x[:rows] if x.dim() else x, input_data)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        if not (getattr(data_loader, "_is_accelerate_prepared", False) or self.split_batches):
+        is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+        if not (is_prepared or self.split_batches or self.brings_rows):
             data_loader = whole_batches(data_loader, self.state.num_processes)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = super().prepare_scheduler(scheduler)
-        prepared.split_batches = True  # one step of the schedule for a step of all ranks
+        if not self.brings_rows:
+            prepared.split_batches = True  # one step of the schedule for a step of all ranks
         return prepared
 
     # The model.
@@ -144,7 +158,8 @@ class AutoparAccelerator(Accelerator):
         precision = None if self.mixed_precision == "no" else self.mixed_precision
         options = {"precision": precision, "device": self.device, **self.compile_options}
         compiled = compile(model, **options)
-        compiled.register_forward_hook(read_result, with_kwargs=True)
+        if not self.brings_rows:
+            compiled.register_forward_hook(read_result, with_kwargs=True)
         return compiled
 
     @contextmanager

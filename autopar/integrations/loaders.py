@@ -25,8 +25,9 @@ def whole_batches(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
     if loader.batch_size is None:
         raise StrategyError(
             f"the loader's batches are made by its {type(loader.batch_sampler).__name__}, so they "
-            "cannot be those of all ranks: give a sampler and batch_size, or let it make whole "
-            "batches and give split_batches=True."
+            "cannot be those of all ranks: give a sampler and batch_size, let it make whole "
+            "batches and give split_batches=True, or let each rank take batches of its own by "
+            "compile_options={'batch': 'local'}."
         )
     made, rows = copy.copy(loader), loader.batch_size * ranks
     seed = loader.worker_init_fn

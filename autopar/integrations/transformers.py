@@ -29,7 +29,8 @@ class AutoparTrainerMixin(Base):
 
     The loop runs as on one device with the batch of all ranks: `per_device_train_batch_size` times
     the number of ranks, whatever the plan. Every rank loads the whole batch, and the model computes
-    this rank's rows of it.
+    this rank's rows of it. With `compile_options={"batch": "local"}` each rank loads rows of its
+    own, as under `Trainer`.
 
     Args:
         strategy: as in `autopar.compile`.
@@ -73,10 +74,15 @@ class AutoparTrainerMixin(Base):
         self._predicts_loss_only = prediction_loss_only
         found = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         loss, logits, labels = found
+        if self.accelerator.brings_rows:
+            return found
         # evaluation repeats a loss for each of a device's rows
         return loss if loss is None else loss.repeat(self.args.world_size), logits, labels
 
     def store_flos(self) -> None:
+        if self.accelerator.brings_rows:
+            super().store_flos()
+            return
         self.state.total_flos += self.current_flos  # every rank counts the whole batch
         self.current_flos = 0
 

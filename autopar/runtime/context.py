@@ -219,7 +219,8 @@ class ExecutionContext:
         is_whole = captured.graph is captured.captured_graph
         graph = whole if is_whole else in_order_of_rank0(captured.graph)
         captured = replace(captured, graph=graph, captured_graph=whole)
-        even = not self.options.local or shard.slices.is_even
+        options, is_even = self.options, shard.slices.is_even
+        even = not options.ragged and (not options.local or is_even)
         agree_on_graph(captured.captured_graph, even=even)
         return captured
 

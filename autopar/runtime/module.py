@@ -25,7 +25,8 @@ from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
-from autopar.runtime.agreement.protocol import Told, call_entries
+from autopar.runtime.agreement.protocol import OtherSizesError, Told, call_entries
+from autopar.runtime.agreement.ragged import warn_of_other_sizes
 from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.agreement.transforms import check_not_transformed
 from autopar.runtime.agreement.turn import in_turn
@@ -227,15 +228,12 @@ class DistributedModule(StatefulModule):
         if check is not None:
             self.before_first_training_call = None  # copies made by planning skip the check
         self._compare_rowless(leaves, structure)
-        number = self._agree_on_call(leaves, structure)
-        if check is not None or not self._programs_finish_exchanges:
-            finish_exchange()
-        if self.plan is None and not self._fallback:
-            self.plan_for(leaves, structure)
-            self.materialize_parameters()
-        if check is not None:
-            check(self, leaves, structure)
-        result = self._run(leaves, structure, number)
+        stream = self._context.rng.state
+        try:
+            number, result = self._call(leaves, structure, check)
+        except OtherSizesError:  # on all ranks, before any has communicated
+            self._compute_apart(stream)
+            number, result = self._call(leaves, structure, check)
         if self._protocol is not None:
             self._protocol.agree_on_backward(
                 result,
@@ -246,6 +244,27 @@ class DistributedModule(StatefulModule):
             )
             self._protocol.optimizer_steps.restart(self._context.index.parameters.values())
         return result
+
+    def _call(self, leaves: list[Any], structure: Any, check: CheckCall | None) -> tuple[int, Any]:
+        """Agrees on a call, plans before the first one, and runs it; its number and result."""
+        number = self._agree_on_call(leaves, structure)
+        if check is not None or not self._programs_finish_exchanges:
+            finish_exchange()
+        if self.plan is None and not self._fallback:
+            self.plan_for(leaves, structure)
+            self.materialize_parameters()
+        if check is not None:
+            check(self, leaves, structure)
+        return number, self._run(leaves, structure, number)
+
+    def _compute_apart(self, stream: torch.Tensor | None) -> None:
+        """Lets each rank compute on its own tensors, which have other sizes on other ranks.
+
+        The call begins anew, with the random numbers that `stream` has.
+        """
+        warn_of_other_sizes(type(self._wrapped[0]).__name__, is_apart=self._options.local)
+        self._context.rng.state = stream
+        self._context.options = replace(self._options, local=True, ragged=True)
 
     @property
     def _programs_finish_exchanges(self) -> bool:

@@ -24,6 +24,7 @@ class Options:
         model_parallel_size: number of ranks that one stage is partitioned over.
         pp_size: number of ranks along the pipeline.
         local: whether each rank computes as on its rows alone (`batch_semantics`).
+        ragged: whether ranks bring tensors of other sizes, such as packed rows of other lengths.
         max_programs: number of programs to keep.
         cuda_graphs: whether programs are replayed as CUDA graphs.
         static: keyword arguments whose values forward reads in Python.
@@ -44,6 +45,7 @@ class Options:
     pp_size: int = 1
     recorder: Recorder | None = None
     local: bool = False
+    ragged: bool = False
     max_programs: int = MAX_PROGRAMS
     cuda_graphs: bool = False
     static: tuple[str, ...] = ()

@@ -56,6 +56,7 @@ ROWS_ADVICE = (
     "The ranks brought different numbers of rows. With batch='local' every rank must bring as "
     "many: drop or pad the last batch (DistributedSampler does), or use batch='global'."
 )
+SIZES_ADVICE = "Sizes may differ under batch='local' without tp, cp, ep and pp."
 FREEZE_ADVICE = "Freeze the same parameters at the same step on every rank."
 HOOKS_ADVICE = "Register the same hooks on every rank."
 ZERO_ADVICE = "Call zero_grad() at the same steps on every rank."
@@ -70,6 +71,10 @@ WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 _grad, _training = attrgetter("grad"), attrgetter("training")
 _hook_tables = [attrgetter(name) for name in HOOK_TABLES]
+
+
+class OtherSizesError(DisagreementError):
+    """Ranks bring tensors of other sizes under batch="local"; their calls are alike otherwise."""
 
 
 class Told(NamedTuple):
@@ -290,11 +295,15 @@ def call_entries(
     shares_rows = is_global or options.model_parallel_peers > 1
     this_batch, last_batch = protocol.hash_batch(leaves) if shares_rows else (0, "")
     same_rows = "" if is_global else options.dp_rank(rank())
+    compares_sizes = is_global or options.model_parallel_peers > 1
+    arguments = _arguments(shard.call, structure, compares_sizes)
+    # torch's DDP takes any sizes
+    sizes = "" if options.ragged or has_fallback else _sizes(shard.call)
     batch_advice = SEED_ADVICE if is_global else PEERS_ADVICE
     return [
         Entry("call in another mode", _mode(context.index.modules), advice=CALL_ADVICE),
         Entry("call under another no_sync()", sync, advice=CALL_ADVICE),
-        Entry("call with other arguments", _arguments(shard.call, structure), advice=CALL_ADVICE),
+        Entry("call with other arguments", arguments, advice=CALL_ADVICE),
         Entry("brought another number of rows", rows, advice=ROWS_ADVICE, error=BatchError),
         Entry(
             "were given different batches",
@@ -320,6 +329,7 @@ def call_entries(
         Entry("have made no plan or one more", str(is_planned), advice=CALL_ADVICE),
         Entry("take gradients by other outputs", str(context.all_tangents), advice=CALL_ADVICE),
         Entry("have called another number of times", number, advice=CALL_ADVICE),
+        Entry("brought other sizes", sizes, advice=SIZES_ADVICE, error=OtherSizesError),
     ]
 
 
@@ -332,10 +342,26 @@ def _mode(modules: Sequence[nn.Module]) -> str:
     return word + (", with gradients" if torch.is_grad_enabled() else ", without gradients")
 
 
-def _arguments(call: Call, structure: Any) -> str:
+def _arguments(call: Call, structure: Any, compares_sizes: bool) -> str:
     """Plain arguments, and dtypes and shapes of tensors without the number of rows."""
     pairs = zip(call.leaves, call.row_dims, strict=True)
-    return f"({', '.join(_described(*pair) for pair in pairs)}) {_text(structure)}"
+    if compares_sizes:
+        return f"({', '.join(_described(*pair) for pair in pairs)}) {_text(structure)}"
+    return f"({', '.join(map(_kind, call.leaves))}) {_text(structure)}"
+
+
+def _kind(leaf: Any) -> str:
+    """A plain argument that is no number, or the dtype and number of dims of a tensor."""
+    if isinstance(leaf, TensorSpec):
+        return f"{str(leaf.dtype)[6:]}{':' * len(leaf.shape)} {leaf.requires_grad}"
+    return "int" if type(leaf) is int else _described(leaf, None)
+
+
+def _sizes(call: Call) -> str:
+    """Numbers among the arguments, and sizes and static values of tensors without their rows."""
+    pairs = zip(call.leaves, call.row_dims, strict=True)
+    sized = [p for p in pairs if isinstance(p[0], TensorSpec) or type(p[0]) is int]
+    return ", ".join(_described(*pair) for pair in sized)
 
 
 def _autocast(shard: BatchShard) -> str:

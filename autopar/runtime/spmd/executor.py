@@ -21,6 +21,7 @@ from autopar.common.notices import warn_of_notes
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.agreement.ragged import check_collectives, have_all
 from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
@@ -98,8 +99,17 @@ class SpmdExecutor:
         unreduced: tuple[str, ...] = (),
     ) -> Program:
         context = self.context
-        if (program := self.programs.get(key)) is not None:
+        program, ragged = self.programs.get(key), context.options.ragged
+        is_made = have_all(program is not None) if ragged else program is not None
+        if program is not None and is_made:
             return program
+        program = self._new_program(shard, no_sync, unreduced)
+        if ragged:
+            check_collectives(program.graph)
+        return self.programs.add(key, program, context.options.max_programs)
+
+    def _new_program(self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...]) -> Program:
+        context = self.context
         with paused_collector(), apart_from_hooks():
             captured = context.capture_on_all_ranks(shard)
             _check_changed_inputs(captured, shard)
@@ -117,7 +127,7 @@ class SpmdExecutor:
             warn_of_notes(program.graph.notes, trains=program.backward is not None)
             if not shard.call.derivatives:
                 context.tell_of_shapes(shard)
-        return self.programs.add(key, program, context.options.max_programs)
+        return program
 
     def _write_updates(self, call: SpmdCall) -> None:
         if not call.updates:

@@ -290,6 +290,18 @@ def test_gathers_are_noted_with_the_users_line() -> None:
     assert any("sort.default" in n and "test_partition_batch.py" in n for n in notes)
 
 
+def cached(m: Tiny, x: Tensor, y: Tensor) -> Tensor:
+    """Keys behind an empty cache, as transformers starts one."""
+    keys = torch.cat([torch.tensor([], dtype=x.dtype), m.hidden(x)[:, None]], dim=-2)
+    return F.cross_entropy(m.head(keys[:, 0]), y, ignore_index=IGNORED)
+
+
+def test_an_empty_cache_gathers_no_rows() -> None:
+    it = world(cached)
+    assert not any("needs all rows" in note for note in it.graph(0).notes)
+    assert_parity(it, lowered(it))
+
+
 # -- batch norm --------------------------------------------------------------------------------
 
 

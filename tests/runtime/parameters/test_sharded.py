@@ -133,3 +133,19 @@ def refuse(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_reads_alone() -> None:
     run(refuse, 2)
+
+
+def copy_alone(rank: int, world_size: int) -> list[int]:
+    """Copies a gradient on one rank, as autograd does where something else holds it."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    gradient = distribute_replicated(VALUES, mesh, [Shard(0)])
+    if rank == 0:
+        copied = gradient.new_empty_strided(gradient.shape, gradient.stride()).copy_(gradient)
+        assert torch.equal(copied.to_local(), gradient.to_local())
+        gradient = copied
+    assert torch.equal(gradient.full_tensor(), VALUES)
+    return list(gradient.shape)
+
+
+def test_a_rank_that_copies_alone() -> None:
+    assert run(copy_alone, 2) == [[7, 4]] * 2

@@ -1,0 +1,59 @@
+"""Ranks that bring tensors of other sizes under batch="local", such as packed rows.
+
+Each rank then has a program of its own for a call. Programs are made together, since captures are
+compared, and must communicate alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from autopar.common.notices import warn_once
+from autopar.errors import NumericsWarning
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.runtime.agreement.channel import channel
+from autopar.runtime.agreement.consensus import assert_same_across_ranks
+
+ADVICE = (
+    "Ranks that bring tensors of other sizes must reduce the same values in the same order: let "
+    "nothing in forward depend on sizes but shapes, or pad to one length (autopar.pad_to_bucket)."
+)
+
+
+def have_all(present: bool) -> bool:
+    """Whether every rank has something; all ranks call this at once."""
+    opened = channel()
+    if opened is None:
+        return present
+    opened.start_exchange("looks for its program of a call", samples=[int(present)])
+    exchanged = opened.finish_exchange()
+    assert exchanged is not None
+    return all(own[0] for own in exchanged.samples)
+
+
+def check_collectives(graph: TrainingGraph) -> None:
+    """Checks that the programs of all ranks communicate alike; all ranks call this at once.
+
+    Raises:
+        DisagreementError: they do not.
+    """
+    lines = [
+        f"{node.target} {[t.dtype for t in tensors(node)]}"  # shards have the sizes of their rank
+        for node in graph.graph.nodes
+        if getattr(node.target, "namespace", "") == "_c10d_functional"
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    assert_same_across_ranks({"order of messages": digest}, ADVICE)
+
+
+def warn_of_other_sizes(model: str, is_apart: bool) -> None:
+    """Says what ranks with tensors of other sizes train, unless they compute apart anyway."""
+    if not is_apart:
+        warn_once(
+            NumericsWarning,
+            f"the arguments of {model} have other sizes on other ranks, such as packed rows of "
+            "other lengths: from now on each rank computes what it would of its own arguments "
+            "alone, and losses and gradients are averaged, as under DistributedDataParallel. For "
+            "the mean over all tokens return the sum over this rank's, times the number of ranks "
+            "by the number of all ranks' tokens, or pad rows to one length.",
+        )
