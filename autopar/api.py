@@ -25,6 +25,7 @@ from torch import nn
 from autopar.arguments import check, priced_precision
 from autopar.capture.call import flattened, last_part
 from autopar.capture.model_info import describe_parameters, device_of
+from autopar.common.checks import suggests_names
 from autopar.common.notices import warn_once
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
@@ -63,6 +64,7 @@ _PLAIN: Mapping[str, Any] = {
 """Arguments of `compile` under AUTOPAR_PLAIN=1, which trains the plain model."""
 
 
+@suggests_names
 def compile(
     model: nn.Module,
     world_size: int | None = None,
@@ -178,6 +180,7 @@ def compile(
     return module
 
 
+@suggests_names
 def plan(
     model: nn.Module,
     world_size: int,

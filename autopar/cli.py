@@ -27,7 +27,7 @@ from autopar.commands import (
 from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.plain_console import PlainConsole
 from autopar.errors import AutoparError, OutOfMemoryError
-from autopar.formatting import human_bytes, printable
+from autopar.formatting import duration, human_bytes, printable
 from autopar.report.diff import diff_lines
 from autopar.report.plan import Plan
 
@@ -79,7 +79,7 @@ def _memory_tables(error: OutOfMemoryError) -> Iterator[Table]:
     for name in ("a step takes", "a rank needs"):
         helps.add_column(name, justify="right")
     for change in error.changes:
-        step = f"{change.step_s * 1e3:.1f} ms"
+        step = duration(change.step_s)
         helps.add_row(change.what, change.how, step, human_bytes(change.needed_bytes))
     yield helps
 

@@ -1,4 +1,4 @@
-"""Text for terminals: escaped names and byte counts."""
+"""Text for people: escaped names, byte counts and times."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ def memory_text(memory: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {human_bytes(size)}" for name, size in parts if size)
 
 
-def milliseconds(seconds: float) -> str:
-    """A time in milliseconds, with one decimal."""
-    return f"{seconds * 1e3:.1f} ms"
+def duration(seconds: float) -> str:
+    """A time to three digits, such as "2.46 s" or "90.0 ms"."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(scaled := seconds * factor) >= 0.9995:
+            digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+            return f"{scaled:.{digits}f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
 
 
 def human_bytes(count: float) -> str:

@@ -4,21 +4,24 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopar
 from autopar.cli import main
 from autopar.common.checks import nbytes
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.formatting import printable
+from autopar.formatting import duration, printable
 from autopar.profiler.report import Profile
 from tests.harness.nonsense.case import Case, outcome
 from tests.harness.nonsense.cases import all_cases, likely_documents
 from tests.harness.nonsense.examples import example_plan, example_profile
 
+NET = torch.nn.Linear(2, 2)
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 
 
@@ -151,3 +154,37 @@ def test_escapes_in_names_are_not_printed(
 def test_printable_text_is_left_alone() -> None:
     assert printable("├ naïve\n\tλ 模") == "├ naïve\n\tλ 模"
     assert printable("\r\x9b\u202e\ud800") == r"\r\x9b\u202e\ud800"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (125.0, "125 s"),
+        (12.34, "12.3 s"),
+        (2.4567, "2.46 s"),
+        (0.9999, "1.00 s"),
+        (0.0999, "99.9 ms"),
+        (2.5e-5, "25.0 µs"),
+        (3e-9, "3 ns"),
+        (0.0, "0 s"),
+    ],
+)
+def test_durations_have_three_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: autopar.Strategy(zer=3),
+            r"Strategy\(\) has no argument 'zer'; did you mean 'zero",
+        ),
+        (lambda: autopar.compile(NET, strateg="ddp"), "'strateg'; did you mean 'strategy'"),
+        (lambda: autopar.plan(NET, 2, memroy="1G"), "'memroy'; did you mean 'memory'"),
+        (lambda: autopar.Strategy(blue=1), r"has no argument 'blue'$"),
+    ],
+)
+def test_unknown_keywords_suggest_known_ones(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()

@@ -14,6 +14,7 @@ import torch
 from autopar._torch import pytree
 from autopar.autotune.race import Trial, benchmark_plans, memory_budget
 from autopar.cost_model.memory.optimizer_memory import Optimizer
+from autopar.formatting import duration
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp
 from autopar.planner.machine import ranks_of
 from autopar.planner.problem import PlanningProblem
@@ -111,7 +112,7 @@ def with_measured_times(trial: Trial) -> Plan:
     chosen = min(tied, key=lambda i: (_splits(plans[i]), seconds[i]))
     best, chosen_s = plans[chosen], seconds[chosen]
     times = [
-        f"{plan.name}: {measured * 1e3:.4g} ms (predicted {step_s(plan) * 1e3:.4g})"
+        f"{plan.name}: {duration(measured)} (predicted {duration(step_s(plan))})"
         for measured, plan in sorted(zip(seconds, plans, strict=True), key=lambda pair: pair[0])
     ]
     ran = f"{len(plans)} plans that ran for up to {rounds} steps each"
@@ -120,8 +121,8 @@ def with_measured_times(trial: Trial) -> Plan:
     runners_up = {other.name: other for other in plans[0].runners_up}
     for plan, measured in zip(plans, seconds, strict=True):
         if plan.prediction is not None:
-            more = (measured - chosen_s) * 1e3
-            why = f"{more:.2f} ms slower in a trial" if more >= 0 else TIED
+            more = measured - chosen_s
+            why = f"{duration(more)} slower in a trial" if more >= 0 else TIED
             runners_up[plan.name] = RunnerUp.of(plan.name, plan.prediction, why)
     runners_up.pop(best.name)
     fastest = sorted(runners_up.values(), key=lambda other: other.step_s)[:RUNNERS_UP]

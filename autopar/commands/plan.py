@@ -58,7 +58,8 @@ def add_to(commands: Any) -> None:
         metavar="SECONDS",
         help="seconds for the whole plan; the best one by then is returned",
     )
-    add("--cluster", help="JSON file or name of a cluster")
+    names = ", ".join(shipped_clusters())
+    add("--cluster", help=f"JSON file of a cluster, or one of {names}")
     add("--precision", help="dtype of autocast: bf16, fp16 or fp32 for none")
     add("--reduce-precision", help="bf16 to reduce gradients in bf16, which is lossy")
     add(

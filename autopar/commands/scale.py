@@ -15,7 +15,7 @@ from autopar.commands.plain_console import PlainConsole
 from autopar.commands.script import MAKE, load
 from autopar.common.deadline import Deadline
 from autopar.common.documents import write_text
-from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.plan.strategy import SEARCHED, ZERO_OF_NAME, Strategy
@@ -41,7 +41,8 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("script", help=MAKE)
-    add("--cluster", required=True, help="name of a shipped cluster with a uniform fabric")
+    names = ", ".join(shipped_clusters())
+    add("--cluster", required=True, help=f"cluster with a uniform fabric, of {names}")
     add("--gpus", type=numbers, required=True, help="numbers of GPUs, such as 8,64,512")
     add(
         "--strategies",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from autopar.errors import AutoparError, StrategyError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_RANKS = 2**20
 """Largest world size."""
@@ -125,9 +130,34 @@ def choice(
     names = tuple(choices)
     if isinstance(value, str) and value in names:
         return value
-    near = get_close_matches(value, names, 1, 0.6) if isinstance(value, str) else []
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = _meant(value, names) if isinstance(value, str) else ""
     raise argument_error(name, value, f"choose {', '.join(names)}{more}{meant}", error)
+
+
+def suggests_names(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose TypeError for an unknown keyword suggests the closest one."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                title = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{title}() has no argument {name!r}{_meant(name, names)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def suggests_fields(dataclass: type[R]) -> type[R]:
+    """A dataclass whose TypeError for an unknown field suggests the closest one."""
+    dataclass.__init__ = suggests_names(dataclass.__init__)  # type: ignore[method-assign]
+    return dataclass
+
+
+def _meant(value: str, names: Iterable[str]) -> str:
+    near = get_close_matches(value, names, 1, 0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def flag(name: str, value: Any, error: type[AutoparError] = StrategyError) -> bool:

@@ -14,6 +14,7 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.build_module import build_module
 from autopar.errors import AutoparError, StrategyError
+from autopar.formatting import duration
 from autopar.plan.layout import Layout
 from autopar.plan.outer import LocalSteps, PlannedSteps
 from autopar.plan.strategy import Strategy
@@ -102,8 +103,8 @@ def with_local_steps(
     if step_s >= together.step_s:
         return plan
     note = (
-        f"a step of all ranks together would take {together.step_s * 1e3:.1f} ms ({plan.name}), "
-        f"with local steps {step_s * 1e3:.1f} ms"
+        f"a step of all ranks together would take {duration(together.step_s)} ({plan.name}), "
+        f"with local steps {duration(step_s)}"
     )
     return replace(apart, local_steps=best, notes=(*apart.notes, note))
 

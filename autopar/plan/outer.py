@@ -10,6 +10,7 @@ from typing import Any, Literal
 from autopar.common.checks import argument_error, choice, count, demand, flag, number, short_repr
 from autopar.common.documents import Ranks, Seconds
 from autopar.errors import StrategyError
+from autopar.formatting import duration
 
 
 @dataclass(frozen=True)
@@ -174,5 +175,5 @@ class PlannedSteps:
         waits = ""
         if self.round_s is not None:
             each = self.round_s / local.sync_every
-            waits = f": {self.round_s * 1e3:.1f} ms a round, {each * 1e3:.1f} ms a step"
+            waits = f": {duration(self.round_s)} a round, {duration(each)} a step"
         return f"{text} ({outer}), which is lossy{waits}"

@@ -10,6 +10,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.simulator.exposure import Exposure
 from autopar.cost_model.topology.devices import find_device
+from autopar.formatting import duration
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Input
 from autopar.plan.report_data import ReportData, TimelineEvent
@@ -193,6 +194,10 @@ def slower(other: Prediction, best: Prediction) -> str:
     }
     total = other.step_s - best.step_s
     shown = [(name, s) for name, s in parts.items() if abs(s) > 0.1 * abs(total)]
-    texts = [f"{s * 1e3:+.2f} ms {name}" for name, s in sorted(shown, key=lambda part: -part[1])]
+    texts = [f"{_signed(s)} {name}" for name, s in sorted(shown, key=lambda part: -part[1])]
     word = "slower" if total >= 0.0 else "faster"
-    return f"{abs(total) * 1e3:.2f} ms {word}" + (f": {', '.join(texts)}" if texts else "")
+    return f"{duration(abs(total))} {word}" + (f": {', '.join(texts)}" if texts else "")
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "") + duration(seconds)

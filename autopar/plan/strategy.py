@@ -8,7 +8,16 @@ from glob import escape
 from math import prod
 from typing import Any, Literal, get_args
 
-from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, text, texts
+from autopar.common.checks import (
+    MAX_BYTES,
+    argument_error,
+    choice,
+    count,
+    flag,
+    suggests_fields,
+    text,
+    texts,
+)
 from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
@@ -25,6 +34,9 @@ SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
 MESH = ("cp", "tp", "ep")
 """Model-parallel axes, outermost first; pp and dp are outside of them."""
 
+UNUSED = "nothing is worth dividing over {}: each rank of it does the same"
+"""Note of a plan on an axis of `MESH` whose ranks repeat each other's work."""
+
 ORDER = ("tp", "cp", "ep")
 """Model-parallel axes in the order of partitioning, which is the order of sharding parameters."""
 
@@ -39,6 +51,7 @@ Offload = Literal["none", "activations", "parameters", "activations+parameters",
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Strategy:
     """Choices that the user fixes; the planner searches those left at None.

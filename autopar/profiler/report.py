@@ -11,7 +11,7 @@ from pathlib import Path
 from autopar.common.documents import Count, Seconds, load, read, write_text
 from autopar.cost_model.simulator.streams import Event
 from autopar.errors import StrategyError
-from autopar.formatting import milliseconds as _ms
+from autopar.formatting import duration
 
 SMALL = 2.0  # maximum ratio of a small message's time to an empty message's
 SATURATED = 0.8  # fraction of a step taken by collectives from which the link is saturated
@@ -173,7 +173,7 @@ def _small(profile: Profile, seconds: float) -> Finding:
         "many small messages",
         seconds,
         f"{count} of {len(profile.messages)} collectives take less than {SMALL:g} times as long as "
-        f"an empty one, and compute waits {_ms(seconds)} for them (measured)",
+        f"an empty one, and compute waits {duration(seconds)} for them (measured)",
         "larger buckets (Strategy.gather_bytes, reduce_bytes), fewer blocks in ZeRO 3, or more "
         "work a step",
     )
@@ -183,20 +183,21 @@ def _large(profile: Profile, seconds: float) -> Finding:
     total = sum(message.seconds for message in profile.messages)
     step_s = profile.measured.step_s
     faster_s = profile.predicted.step_s - profile.faster.get("collectives", 0.0)
-    gain = f"collectives twice as fast would save {_ms(faster_s)} (modelled)"
-    waits = f"compute waits {_ms(seconds)} for them (measured); {gain}"
+    gain = f"collectives twice as fast would save {duration(faster_s)} (modelled)"
+    waits = f"compute waits {duration(seconds)} for them (measured); {gain}"
     if total >= SATURATED * step_s:
         return Finding(
             "a saturated link",
             seconds,
-            f"collectives take {_ms(total)} of a step of {_ms(step_s)} even alone, and {waits}",
+            f"collectives take {duration(total)} of a step of {duration(step_s)} even alone, and "
+            f"{waits}",
             "fewer bytes (a lower ZeRO stage, more rows a step, gradients kept over several "
             "batches), or a faster link",
         )
     return Finding(
         "exposed collectives",
         seconds,
-        f"collectives take {_ms(total)} alone and would fit beside compute, but {waits}",
+        f"collectives take {duration(total)} alone and would fit beside compute, but {waits}",
         "earlier starts (Strategy.prefetch, smaller buckets), or a lower ZeRO stage where memory "
         "allows",
     )
@@ -207,7 +208,8 @@ def _apart(mean_s: float, own_s: float) -> Finding:
     return Finding(
         "ranks out of step",
         max(0.0, mean_s - own_s),
-        f"a rank waits {_ms(mean_s)} on average, the last to come only {_ms(own_s)} (measured)",
+        f"a rank waits {duration(mean_s)} on average, the last to come only {duration(own_s)} "
+        "(measured)",
         "as many rows and as fast a device for every rank, and nothing else on their cores",
     )
 
@@ -217,7 +219,7 @@ def _idle(outside_s: float, update_s: float) -> Finding:
     return Finding(
         "an idle device",
         max(0.0, outside_s - update_s),
-        f"{_ms(outside_s)} pass between the end of a backward and the next forward (measured), of "
-        f"which the optimizer needs {_ms(update_s)} (measured apart)",
+        f"{duration(outside_s)} pass between the end of a backward and the next forward "
+        f"(measured), of which the optimizer needs {duration(update_s)} (measured apart)",
         "data loaded ahead by workers, less Python between the steps, losses read less often",
     )

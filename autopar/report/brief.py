@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from autopar.formatting import human_bytes, printable
-from autopar.formatting import milliseconds as _ms
+from autopar.formatting import duration, human_bytes, printable
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.precision import precision_line
-from autopar.report.verdict import baselines, compared, without_baseline
+from autopar.report.verdict import LOOSE, baselines, compared, enough, without_baseline
 
 if TYPE_CHECKING:
     from autopar.plan.prediction import Prediction, RunnerUp
@@ -111,31 +110,32 @@ def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
     if faster:
         other = min(faster, key=lambda other: other.step_s)
         slower = f", {other.step_s / p.step_s - 1:.0%} slower" if p.step_s else ""
-        yield "next best", f"{other.name}: {_ms(other.step_s)}{slower}"
+        yield "next best", f"{other.name}: {duration(other.step_s)}{slower}"
     if plan.search is not None:
-        yield from _searched(plan.search, p.step_s)
+        yield from _searched(plan, plan.search, p.step_s)
 
 
-def _searched(found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
+def _searched(plan: PlanSpec, found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
     """Gain over torch's data parallelism; extent and gap of the search."""
     gain = found.gain(step_s)
-    than = f"{baselines(found)} ({_ms(found.baseline_s)})"
-    yield "verdict", without_baseline(found) if gain is None else f"{compared(gain)} {than}"
+    than = f"{baselines(found)} ({duration(found.baseline_s)})"
+    said = without_baseline(found) if gain is None else f"{compared(gain)} {than}"
+    yield "verdict", enough(plan) or said
     if not found.looked:
         return
+    gap = found.gap(step_s)
     meshes = "1 mesh" if found.looked == 1 else f"{found.looked} meshes"
-    bound = f"a better plan saves at most {found.gap(step_s):.1%}"
+    bound = f"a better plan saves at most {gap:.1%}" if found.bound_s else "no bound"
+    if gap > LOOSE and not found.complete:
+        bound = "a better plan may exist: raise --time-limit"
     over = "" if found.complete else "time was over: "
-    yield (
-        "searched",
-        f"{over}{meshes}, {found.left_out} left out; {bound if found.bound_s else 'no bound'}",
-    )
+    yield "searched", f"{over}{meshes}, {found.left_out} left out; {bound}"
 
 
 def _step(plan: PlanSpec, p: Prediction) -> str:
     """Step time with its interval, throughput, and model FLOPs utilisation."""
     low, high = step_interval(p).of(p.step_s)
-    parts = [f"{_ms(p.step_s)} predicted ({low * 1e3:,.1f} to {high * 1e3:,.1f})"]
+    parts = [f"{duration(p.step_s)} predicted ({duration(low)} to {duration(high)})"]
     if p.work is not None and p.step_s:
         done, unit = (p.work.tokens, "tokens") if p.work.tokens else (p.work.rows, "rows")
         parts.append(f"{done / p.step_s:,.0f} {unit}/s")
@@ -158,7 +158,7 @@ def _bound(p: Prediction) -> str:
     first = max(parts, key=lambda name: parts[name])
     share = parts[first] / p.step_s if p.step_s else 0.0
     text = f"{first} ({share:.0%} of the step)"
-    return f"{text}; waits {_ms(p.exposed_s)} for messages" if p.exposed_s else text
+    return f"{text}; waits {duration(p.exposed_s)} for messages" if p.exposed_s else text
 
 
 def _figures(plan: PlanSpec, p: Prediction) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 
 if TYPE_CHECKING:
     from autopar.plan.buckets import Buckets
@@ -128,10 +128,10 @@ def _prediction(before: Prediction | None, after: Prediction | None) -> str:
     def arrow(text: Callable[[Prediction], str]) -> str:
         return " -> ".join("none" if own is None else text(own) for own in (before, after))
 
-    ms = arrow(lambda p: f"{p.step_s * 1e3:.2f} ms")
+    ms = arrow(lambda p: duration(p.step_s))
     if before is None or after is None:
         return ms
-    waits = arrow(lambda p: f"{p.exposed_s * 1e3:.2f} ms")
+    waits = arrow(lambda p: duration(p.exposed_s))
     peak = arrow(lambda p: human_bytes(p.peak_bytes))
     return f"a step {ms}, of it waiting {waits}; peak {peak}"
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autopar.formatting import human_bytes, printable
-from autopar.formatting import milliseconds as _ms
+from autopar.formatting import duration, human_bytes, printable
 from autopar.report.table import exposures, layout, levels, lower_level, predicted
 from autopar.report.verdict import verdict_lines
 
@@ -52,7 +51,7 @@ def explain(plan: PlanSpec) -> str:
         lines.append("Also considered:")
     for other in plan.runners_up:
         size = human_bytes(other.peak_bytes)
-        lines.append(f"  {other.name}: {_ms(other.step_s)}, {size}: {other.why}")
+        lines.append(f"  {other.name}: {duration(other.step_s)}, {size}: {other.why}")
     return printable("\n".join(lines))
 
 
@@ -73,14 +72,14 @@ def _bound(p: Prediction) -> Iterator[str]:
     share = parts[first] / p.step_s if p.step_s else 0.0
     hidden = max(0.0, p.communication_s - p.exposed_s)
     yield (
-        f"The step is bound by {first}: {_ms(parts[first])}, {share:.0%} of it. It waits "
-        f"{_ms(p.exposed_s)} for messages, and hides {_ms(hidden)} of them."
+        f"The step is bound by {first}: {duration(parts[first])}, {share:.0%} of it. It waits "
+        f"{duration(p.exposed_s)} for messages, and hides {duration(hidden)} of them."
     )
     waits = defaultdict[str, float](float)
     for item in p.exposures:
         waits[f"{item.collective} over {item.axis}"] += item.exposed_s
     most = sorted(waits.items(), key=lambda wait: -wait[1])
-    if texts := [f"{name} {_ms(s)}" for name, s in most if s > 0.01 * p.step_s]:
+    if texts := [f"{name} {duration(s)}" for name, s in most if s > 0.01 * p.step_s]:
         yield f"Of the messages it waits most for {', '.join(texts)}."
     if p.stages:
         yield f"Ranks of the pipeline wait for others {', '.join(f'{s:.0%}' for s in p.idle)}."
@@ -94,12 +93,12 @@ def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
         if other.step_s < least:
             least = other.step_s
             size = human_bytes(other.needed_bytes)
-            yield f"  with {size} a rank or more: {other.name}, {_ms(p.step_s - least)} faster"
+            yield f"  with {size} a rank or more: {other.name}, {duration(p.step_s - least)} faster"
     smaller = [o for o in plan.runners_up if 0 < o.needed_bytes < p.needed_bytes]
     text = f"  the choice fits down to {human_bytes(p.needed_bytes)} a rank"
     if smaller:
         other = min(smaller, key=lambda other: other.step_s)
-        text += f"; below that: {other.name}, {_ms(other.step_s - p.step_s)} slower"
+        text += f"; below that: {other.name}, {duration(other.step_s - p.step_s)} slower"
     yield text
 
 
@@ -107,7 +106,7 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
     """Link bandwidths that would change the choice."""
     if not p.at_rates:
         return
-    steps = ", ".join(f"{_ms(s)} at {rate:g} of it" for rate, s in p.at_rates)
+    steps = ", ".join(f"{duration(s)} at {rate:g} of it" for rate, s in p.at_rates)
     yield f"  at another rate of all links the step takes: {steps}"
     cap = plan.memory_cap
     fitting = (o for o in plan.runners_up if cap is None or o.needed_bytes <= cap)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from autopar.cost_model.memory.allocator import CONTEXT_SOURCE
 from autopar.cost_model.simulator.exposure import CAUSES, Exposure
-from autopar.formatting import human_bytes, memory_text, printable
+from autopar.formatting import duration, human_bytes, memory_text, printable
 from autopar.ir.mesh_levels import DATA_STORAGE_AXES
 from autopar.plan.layout import Layout
 from autopar.report.error_bars import memory_interval, step_interval
@@ -97,12 +97,13 @@ def predicted(plan: PlanSpec) -> list[str]:
     context = ""
     if p.context_bytes:
         context = f"; beside that {human_bytes(p.context_bytes)} of context ({CONTEXT_SOURCE})"
-    causes = ", ".join(f"{name} {s * 1e3:.1f}" for name, s in p.causes.items() if s * 1e3 >= 0.05)
+    causes = ", ".join(f"{name} {duration(s)}" for name, s in p.causes.items() if s * 1e3 >= 0.05)
     return [
         *_throughput(plan, p),
-        f"predicted step {p.step_s * 1e3:.1f} ms: compute {p.compute_s * 1e3:.1f}, "
-        f"communication {p.communication_s * 1e3:.1f}, of it exposed {p.exposed_s * 1e3:.1f}, "
-        f"optimizer {p.update_s * 1e3:.1f}",
+        f"predicted step {duration(p.step_s)}: compute {duration(p.compute_s)}, "
+        f"communication {duration(p.communication_s)}, of it exposed "
+        f"{duration(p.exposed_s)}, "
+        f"optimizer {duration(p.update_s)}",
         *([f"exposed because of: {causes}"] if causes else []),
         f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
         f"{memory_text(p.memory)}",
@@ -114,8 +115,7 @@ def predicted(plan: PlanSpec) -> list[str]:
 def _bars(plan: PlanSpec, p: Prediction) -> str:
     """Prediction intervals of step time and memory."""
     step, memory = step_interval(p), memory_interval(p)
-    low, high = (seconds * 1e3 for seconds in step.of(p.step_s))
-    parts = [f"step {low:.1f} to {high:.1f} ms"]
+    parts = ["step " + " to ".join(duration(seconds) for seconds in step.of(p.step_s))]
     if p.work is not None and p.step_s:
         rate, unit = (p.work.tokens, "tokens/s") if p.work.tokens else (p.work.rows, "rows/s")
         slow, fast = step.of_rate(rate / p.step_s)
@@ -165,7 +165,7 @@ def exposures(p: Prediction, most: int) -> list[str]:
     for (collective, axis, nbytes), items in waits[:most]:
         blocks = list(dict.fromkeys(item.block for item in items if item.block))
         span = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}" if blocks else ""
-        wait = f"{sum(item.exposed_s for item in items) * 1e3:.2f} ms"
+        wait = duration(sum(item.exposed_s for item in items))
         row = [collective, axis, str(len(items)), span, human_bytes(nbytes), wait]
         grid.add_row(*row, _main_cause(items))
     return [_render(grid)]
@@ -210,7 +210,7 @@ def _stages(plan: PlanSpec) -> list[str]:
         row = [str(stage), str(pipeline.rank_of(stage)), names[0] if names else "", held]
         if predicted:
             p = predicted[stage]
-            row += [f"{s * 1e3:.2f} ms" for s in (p.forward_s, p.backward_s)]
+            row += [duration(s) for s in (p.forward_s, p.backward_s)]
             row += [human_bytes(n) for n in (p.sent_bytes, p.returned_bytes, p.saved_bytes)]
             row.append(str(p.in_flight))
         grid.add_row(*row)

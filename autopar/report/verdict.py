@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING
 
-from autopar.formatting import milliseconds
+from autopar.formatting import duration
+from autopar.plan.strategy import MESH, UNUSED
 
 if TYPE_CHECKING:
     from autopar.plan.search_outcome import SearchOutcome
@@ -24,14 +26,26 @@ def verdict_lines(plan: PlanSpec) -> Iterator[str]:
     if found is None or cost is None:
         return
     gain = found.gain(cost.step_s)
-    if gain is None:
+    if few := enough(plan):
+        yield f"verdict: {few}"
+    elif gain is None:
         yield f"verdict: {without_baseline(found)}"
     else:
-        best = f"{found.baseline}: {milliseconds(found.baseline_s)}"
+        best = f"{found.baseline}: {duration(found.baseline_s)}"
         than = f"{compared(gain)} {baselines(found)}"
         yield f"verdict: {than} ({best}), by prediction"
     if found.looked:
         yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
+
+
+def enough(plan: PlanSpec) -> str:
+    """The number of ranks that are enough where others repeat their work, in words; else empty."""
+    unused = {axis for axis in MESH if UNUSED.format(axis) in plan.notes}
+    ranks = prod(size for axis, size in plan.mesh if axis not in unused)
+    if ranks == plan.world_size:
+        return ""
+    few = "one device is" if ranks == 1 else f"{ranks} devices are"
+    return f"{few} enough: the others repeat their work, and save no time or memory"
 
 
 def baselines(found: SearchOutcome) -> str:
@@ -68,4 +82,4 @@ def _bound(plan: PlanSpec) -> str:
     gap = plan.search.gap(plan.prediction.step_s)
     if gap > LOOSE:
         return "; the search stopped early, and a better plan may exist: raise --time-limit"
-    return f"; no plan takes less than {milliseconds(plan.search.bound_s)}, so the gap is {gap:.1%}"
+    return f"; no plan takes less than {duration(plan.search.bound_s)}, so the gap is {gap:.1%}"

@@ -30,7 +30,7 @@ from autopar.cost_model.memory.peak import Memory, simulate_memory
 from autopar.cost_model.simulator.exposure import Exposure, apportion
 from autopar.cost_model.simulator.streams import Clock, Event, Flight
 from autopar.cost_model.storage import COPIES, DOWN, LANES, is_storage_wait, transfer_of
-from autopar.formatting import milliseconds
+from autopar.formatting import duration
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 
 WORTH_NAMING = 0.05
@@ -73,7 +73,7 @@ class Simulation:
         """Notes for a plan on a device that waits for its host."""
         if self.idle_s < WORTH_NAMING * self.step_s:
             return ()
-        times = f"{milliseconds(self.idle_s)} of {milliseconds(self.step_s)}"
+        times = f"{duration(self.idle_s)} of {duration(self.step_s)}"
         return (
             f"the device waits for Python for {times}: more rows a rank, or a backend that fuses "
             "operators, would use it better",

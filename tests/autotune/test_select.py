@@ -62,10 +62,10 @@ def test_the_fastest_is_taken_and_the_rest_are_kept() -> None:
     found = with_measured_times(Trial((BEST, other), (1.25, 1.0), rounds=7))
     assert found.name == "divided"
     assert found.runners_up[0].name == "best"
-    assert found.runners_up[0].why == "250.00 ms slower in a trial"
+    assert found.runners_up[0].why == "250 ms slower in a trial"
     assert found.notes[-1] == (
         "the fastest of 2 plans that ran for up to 7 steps each: "
-        "divided: 1000 ms (predicted 1100); best: 1250 ms (predicted 1000)"
+        "divided: 1.00 s (predicted 1.10 s); best: 1.25 s (predicted 1.00 s)"
     )
     assert found.prediction == other.prediction
 

@@ -66,7 +66,7 @@ def test_what_travels() -> None:
 def test_what_it_takes_and_what_is_noted() -> None:
     cost = Prediction(0.2, 0.0, 0.1, 0.1, 0.1, 2**20)
     before, after = (replace(PLAN, prediction=replace(cost, step_s=s)) for s in (0.2, 0.3))
-    said = "a step 200.00 ms -> 300.00 ms, of it waiting 100.00 ms -> 100.00 ms"
+    said = "a step 200 ms -> 300 ms, of it waiting 100 ms -> 100 ms"
     assert lines(before, after) == [f"prediction: {said}; peak 1.0 MiB -> 1.0 MiB"]
     before, after = (replace(PLAN, notes=(note,)) for note in ("this", "that"))
     assert lines(before, after) == ["notes: - this + that"]

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.plan.prediction import Prediction, RunnerUp
 from autopar.plan.search_outcome import SearchOutcome
-from autopar.plan.strategy import Strategy
+from autopar.plan.strategy import UNUSED, Strategy
 from autopar.report.brief import brief, figures
 from autopar.report.html.summary import summary
 from autopar.report.plan import Plan
@@ -24,13 +24,15 @@ def searched(outcome: SearchOutcome) -> Plan:
 def test_gain_bound_and_gap() -> None:
     plan = searched(SearchOutcome(3, 2, 0.09, "zero3", 0.12, complete=False))
     verdict, extent = verdict_lines(plan)
-    than = "20.0% faster than the best of DDP and fully_shard (zero3: 120.0 ms)"
+    than = "20.0% faster than the best of DDP and fully_shard (zero3: 120 ms)"
     assert verdict == f"verdict: {than}, by prediction"
     assert extent.startswith("time was over: planned 3 mesh(es)")
     assert extent.endswith("no plan takes less than 90.0 ms, so the gap is 10.0%")
     loose = replace(plan, search=SearchOutcome(3, 2, 0.01, "zero3", 0.12, complete=False))
     assert [*verdict_lines(loose)][1].endswith("may exist: raise --time-limit")
     assert "20.0% faster" in brief(plan)
+    assert "a better plan saves at most 10.0%" in " ".join(brief(plan).split())
+    assert "a better plan may exist: raise --time-limit" in " ".join(brief(loose).split())
     assert "20.0% faster" in summary(plan)
     assert figures(plan)["search"]["gap"] == pytest.approx(0.1)
 
@@ -48,3 +50,21 @@ def test_the_verdict_names_what_was_predicted() -> None:
     assert verdict.startswith("verdict: 20.0% faster than fully_shard (zero3")
     verdict, *_ = verdict_lines(searched(SearchOutcome(1, ddp=own)))
     assert verdict == "verdict: neither DDP nor fully_shard was found to fit"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "few"),
+    [
+        ((("dp", 1), ("tp", 8)), "one device is enough"),
+        ((("dp", 2), ("tp", 4)), "2 devices are enough"),
+        ((("dp", 8),), "20.0% faster"),
+    ],
+)
+def test_ranks_that_repeat_the_others_are_no_gain(
+    mesh: tuple[tuple[str, int], ...], few: str
+) -> None:
+    plan = searched(SearchOutcome(3, 2, 0.09, "zero3", 0.12))
+    plan = replace(plan, mesh=mesh, world_size=8, notes=(UNUSED.format("tp"),))
+    assert few in next(verdict_lines(plan))
+    assert few in brief(plan)
+    assert few in summary(plan)

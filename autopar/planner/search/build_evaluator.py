@@ -10,6 +10,7 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
+from autopar.plan.strategy import UNUSED
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of
 from autopar.planner.evaluate.setup import EvaluationSetup
@@ -90,7 +91,7 @@ def _notes(problem: PlanningProblem, base: Plan, unused: Sequence[str]) -> Itera
         more = f" and {len(base.changed) - 1} more" if len(base.changed) > 1 else ""
         yield f"{base.changed[0]}{more} stay whole on every rank: forward changes them"
     for axis in unused:
-        yield f"nothing is worth dividing over {axis}: each rank of it does the same"
+        yield UNUSED.format(axis)
 
 
 def solve_axis(

@@ -18,7 +18,7 @@ from autopar.errors import (
     OutOfMemoryError,
     StrategyError,
 )
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.problem import PlanningProblem, SearchContext
@@ -88,7 +88,7 @@ class SearchProgress:
     best_s: float
 
     def __str__(self) -> str:
-        best = f", best {self.best_s * 1e3:.1f} ms" if self.best_s else ""
+        best = f", best {duration(self.best_s)}" if self.best_s else ""
         return f"planning {self.mesh}{best}"
 
 

@@ -13,7 +13,7 @@ from autopar.common.checks import MAX_RANKS
 from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
-from autopar.formatting import human_bytes, memory_text
+from autopar.formatting import duration, human_bytes, memory_text
 from autopar.plan.prediction import Prediction
 from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
@@ -128,7 +128,7 @@ class _OomAdvisor:
         more = Change("more memory on each rank", how, cost.step_s, cost.needed_bytes)
         changes = (*self.changes, more)
         texts = (
-            f"{change.what} [{change.how}], a step of {change.step_s * 1e3:.1f} ms in "
+            f"{change.what} [{change.how}], a step of {duration(change.step_s)} in "
             f"{human_bytes(change.needed_bytes)}"
             for change in changes
         )

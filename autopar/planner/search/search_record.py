@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.common.deadline import TimeIsOver
 from autopar.errors import AutoparError, BatchError, OutOfMemoryError, PlanError
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
@@ -74,8 +74,8 @@ class SearchRecord:
             bound_s = min(each.least_s for each in self.skipped)
             names = abbreviated(mesh_name(each.strategy) for each in self.skipped)
             yield (
-                f"not looked at: {names}; expected to take {expected_s * 1e3:.4g} ms or more, and "
-                f"certainly {bound_s * 1e3:.4g}"
+                f"not looked at: {names}; expected to take {duration(expected_s)} or more, and "
+                f"certainly {duration(bound_s)}"
             )
         if self.unknown:
             names = abbreviated(map(mesh_name, self.unknown))

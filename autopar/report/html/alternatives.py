@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 from autopar.plan.prediction import RunnerUp
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import (
@@ -12,7 +12,6 @@ from autopar.report.html.figures import (
     even_ticks,
     grid,
     seconds,
-    seconds_text,
     size,
     tick_text,
 )
@@ -114,7 +113,7 @@ def _point(
     number: int, point: RunnerUp, label: str | None, cx: float, cy: float, *, named: bool
 ) -> list[Markup]:
     """A plan, with its number if it is `named`; the two of torch with their names."""
-    said = f"{point.name}: {seconds_text(point.step_s)}, {human_bytes(point.peak_bytes)}"
+    said = f"{point.name}: {duration(point.step_s)}, {human_bytes(point.peak_bytes)}"
     kind = "chosen" if not number else "torch" if label else "other"
     circle = tag("circle", tag("title", said), cx=cx, cy=cy, r=5 if number else 7, class_=kind)
     text = " ".join(filter(None, (str(number) if number else "", label)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 from autopar.report.html.markup import Markup, tag
 
 
 def seconds(value: float) -> Markup:
     """A time; the element keeps the seconds."""
-    return tag("data", seconds_text(value), value=float(value))
+    return tag("data", duration(value), value=float(value))
 
 
 def size(value: float) -> Markup:
@@ -35,15 +35,6 @@ def amount(value: float) -> Markup:
     if value >= 1e7:
         text = f"{value / 1e6:,.1f} million"
     return tag("data", text.replace(",", "\N{NARROW NO-BREAK SPACE}"), value=float(value))
-
-
-def seconds_text(value: float) -> str:
-    """A time to three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(scaled := value * factor) >= 0.9995:
-            digits = 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
-            return f"{scaled:.{digits}f} {unit}"
-    return f"{value * 1e9:.0f} ns" if value else "0 s"
 
 
 def rate_text(bytes_per_s: float) -> str:
@@ -102,5 +93,5 @@ def log_ticks(least: float, most: float, base: int, about: int = 4) -> list[floa
 
 def tick_text(value: float) -> str:
     """A time without trailing zeros."""
-    number, unit = seconds_text(value).split(" ")
+    number, unit = duration(value).split(" ")
     return f"{float(number):g} {unit}"

@@ -58,7 +58,8 @@ def shown(name: str) -> str:
 def _says(plan: PlanSpec, p: Prediction) -> Sequence[object]:
     at_s = peak_s(p)
     parts: list[object] = ["Tensors hold at most ", size(p.peak_bytes), " on a rank"]
-    parts += [" (", seconds(at_s), " into the step", *_during(p, at_s), "); "]
+    when = (seconds(at_s), " into the step") if at_s else ("at the start of the step",)
+    parts += [" (", *when, *_during(p, at_s), "); "]
     parts += ["torch's allocator reserves ", size(p.reserved_bytes), " for them"]
     if p.context_bytes:
         parts += [", and the process takes ", size(p.context_bytes), " of the GPU beside that"]

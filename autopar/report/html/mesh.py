@@ -58,7 +58,7 @@ def mesh(plan: PlanSpec) -> Markup:
         tag("p", *_says(plan, len(shown)), class_="lead"),
         *_grid(plan, shown),
         _axes(plan),
-        _stages(plan.pipeline) if plan.pipeline else None,
+        _stages(plan.pipeline) if plan.pipeline and plan.pipeline.stages > 1 else None,
     )
 
 

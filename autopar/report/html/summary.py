@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
 from autopar.report.error_bars import PredictionInterval, memory_interval, step_interval
 from autopar.report.explain import parts_of_step
-from autopar.report.html.figures import amount, count, seconds, seconds_text, share, size
+from autopar.report.html.figures import amount, count, seconds, share, size
 from autopar.report.html.markup import Markup, join, legend, tag
 from autopar.report.precision import precision_line
-from autopar.report.verdict import EQUAL, baselines, without_baseline
+from autopar.report.verdict import EQUAL, baselines, enough, without_baseline
 
 _LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
 
@@ -58,10 +58,12 @@ def _verdict(plan: PlanSpec, p: Prediction) -> Iterator[Markup]:
     found = plan.search
     if found is None:
         return
-    if (gain := found.gain(p.step_s)) is None:
+    if few := enough(plan):
+        yield _line("Verdict:", f"{few}.")
+    elif (gain := found.gain(p.step_s)) is None:
         yield _line("Verdict:", f"{without_baseline(found)}.")
     else:
-        than = f" {baselines(found)} ({found.baseline}: {seconds_text(found.baseline_s)})."
+        than = f" {baselines(found)} ({found.baseline}: {duration(found.baseline_s)})."
         if abs(gain) < EQUAL:
             yield _line("As fast as", than)
         else:
@@ -75,9 +77,7 @@ def _line(first: str, *rest: object) -> Markup:
 def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
     waits = p.exposed_s / p.step_s if p.step_s else 0.0
     found = [
-        _tile(
-            "Step", seconds(p.step_s), *_bounds(step_interval(p), p.step_s, seconds, seconds_text)
-        ),
+        _tile("Step", seconds(p.step_s), *_bounds(step_interval(p), p.step_s, seconds, duration)),
         *_throughput(plan, p),
         _tile("Memory of a rank", size(p.peak_bytes), *_memory(plan, p)),
         _tile("Waits for messages", seconds(p.exposed_s), share(waits), " of the step"),
@@ -145,7 +145,7 @@ def _goes(p: Prediction) -> Markup:
         parts["slowed down by messages under way"] = rest - known * scale
     shown = {name: s for name, s in parts.items() if s > 1e-4 * p.step_s}
     looks = dict(zip(parts, _LOOKS, strict=False))
-    titles = {name: f"{name} {seconds_text(s)}" for name, s in shown.items()}
+    titles = {name: f"{name} {duration(s)}" for name, s in shown.items()}
     bar = tag(
         "div",
         *(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.formatting import human_bytes
+from autopar.formatting import duration, human_bytes
 from autopar.plan.report_data import Traffic
 from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import (
@@ -17,7 +17,6 @@ from autopar.report.html.figures import (
     log_ticks,
     rate_text,
     seconds,
-    seconds_text,
     size,
 )
 from autopar.report.html.markup import Markup, section, table, tag
@@ -129,7 +128,7 @@ def _sent(item: Traffic, x: Scale, y: Scale) -> list[Markup]:
     total = _seconds(item) or 1.0
     found = []
     for nbytes, times, each in sorted(item.sent, key=lambda row: -row[1] * row[2]):
-        said = f"{times} × {human_bytes(nbytes)}, {seconds_text(each)} each"
+        said = f"{times} × {human_bytes(nbytes)}, {duration(each)} each"
         radius = 3.0 + 7.0 * math.sqrt(times * each / total)
         rate = nbytes / each if each > 0 else 0.0
         at = {"cx": round(x(nbytes), 1), "cy": round(y(rate), 1), "r": round(radius, 1)}

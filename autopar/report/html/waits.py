@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autopar.cost_model.simulator.exposure import CAUSES, Exposure
+from autopar.formatting import duration
 from autopar.plan.prediction import Prediction
 from autopar.plan.spec import PlanSpec
-from autopar.report.html.figures import count, seconds, seconds_text, size
+from autopar.report.html.figures import count, seconds, size
 from autopar.report.html.lanes import place
 from autopar.report.html.markup import Markup, section, table, tag
 
@@ -68,7 +69,7 @@ def _row(p: Prediction, items: Sequence[Exposure], most: float) -> tuple[object,
         tag("i", class_=_LOOKS[cause], style=f"width:{value / most * 100:.4g}%")
         for cause, value in parts.items()
     )
-    said = ", ".join(f"{cause} {seconds_text(value)}" for cause, value in parts.items())
+    said = ", ".join(f"{cause} {duration(value)}" for cause, value in parts.items())
     bar = tag("span", *fills, class_="bar plain", title=said, role="img", aria_label=said)
     names = one.collective.replace("_", "-"), one.axis, one.block or "outside of blocks"
     figures = count(len(items)), size(sum(i.nbytes for i in items)), seconds(_exposed_s(items))
@@ -83,5 +84,5 @@ def _link(p: Prediction, items: Sequence[Exposure]) -> Markup | None:
         return None
     start_s, end_s = min(s for s, _ in spans), max(e for _, e in spans)
     data = {"data_from": place(start_s, p.step_s), "data_to": place(end_s, p.step_s)}
-    when = f"from {seconds_text(start_s)}"
+    when = f"from {duration(start_s)}"
     return tag("a", when, href="#step", class_="when", title="Show on the timeline", **data)

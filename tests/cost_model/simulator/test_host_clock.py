@@ -68,7 +68,7 @@ def test_a_slow_host_starves_its_device_and_views_cost_it_time():
     assert result.idle_s == pytest.approx(3.5)
     assert (result.compute_s, result.exposed_s) == (0.5, 0.0)
     (note,) = result.notes()
-    assert "3500.0 ms of 4000.0 ms" in note
+    assert "3.50 s of 4.00 s" in note
 
 
 def test_a_collective_runs_while_the_host_issues_on():

@@ -71,11 +71,11 @@ def test_what_would_change_the_choice() -> None:
     )
     text = plan.explain()
     for line in (
-        "The step is bound by computation: 2000.0 ms, 100% of it.",
-        "with 1.5 KiB a rank or more: larger, 200.0 ms faster",
-        "the choice fits down to 1000 B a rank; below that: rival, 100.0 ms slower",
+        "The step is bound by computation: 2.00 s, 100% of it.",
+        "with 1.5 KiB a rank or more: larger, 200 ms faster",
+        "the choice fits down to 1000 B a rank; below that: rival, 100 ms slower",
         "with links at 0.88 of their rate or less: rival",
-        "rival: 2100.0 ms, 900 B: 100.00 ms slower: +100.00 ms to compute",
+        "rival: 2.10 s, 900 B: 100 ms slower: +100 ms to compute",
     ):
         assert line in text, text
     assert "largest," not in text
