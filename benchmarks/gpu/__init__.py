@@ -1,1 +1,1 @@
-"""Twelve minutes on one GPU: what only CUDA and NCCL can show, part by part."""
+"""Checks of one GPU: what only CUDA and NCCL can show, part by part."""

@@ -43,6 +43,7 @@ _FUNCTIONS: dict[str, Callable[[list[float]], list[float]]] = {
     "median": lambda values: [median(values)],
     "max": lambda values: [max(values)],
     "min": lambda values: [min(values)],
+    "sum": lambda values: [sum(values)],
     "count": lambda values: [len(values)],
 }
 
