@@ -17,6 +17,7 @@ import autopar
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.layout import Layout
+from autopar.plan.pipeline import Pipeline
 from autopar.plan.report_data import ReportData
 from autopar.report.event_names import EventNames
 from autopar.report.html.alternatives import alternatives
@@ -142,6 +143,12 @@ def test_up_to_1024_ranks_are_all_drawn_and_of_more_every_stage():
         assert picture.count("M") == drawn
         assert ("1,024 of 2,048 ranks are drawn" in text) == (dp == 512)
         assert len(text) < 1_000_000
+
+
+def test_micro_batches_alone_are_no_stages_of_a_pipeline():
+    assert "Stages of the pipeline" in page(planned("stages"))
+    plan = dataclasses.replace(planned("sharded"), pipeline=Pipeline(1, "gpipe", 4))
+    assert "Stages of the pipeline" not in page(plan)
 
 
 def test_the_verdict_comes_first_and_ddp_and_fsdp_are_alternatives():
