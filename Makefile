@@ -61,7 +61,7 @@ docs: $(INSTALLED_TEST) ## Build the site into site/; broken links and wrong fig
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-check: $(INSTALLED_TEST) ## Run every marked code block of README and docs
-	$(BIN)/python -m tests.docs_blocks
+	$(BIN)/python -m tests.harness.docs_blocks
 
 clean: ## Remove .venv, build outputs and caches
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_blocks import DOCUMENTS, blocks, run_here
+from tests.harness.docs_blocks import DOCUMENTS, blocks, run_here
 
 RUNNABLE = [path for path in DOCUMENTS if any(block.kind == "run" for block in blocks(path))]
 

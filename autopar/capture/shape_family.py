@@ -77,7 +77,8 @@ class ShapeFamily:
         return made
 
     def _derived(self, call: Call) -> Capture | None:
-        return None if self.template is None else self.template.at(call)
+        derived = None if self.template is None else self.template.at(call)
+        return None if derived is None else replace(derived, is_derived=True)
 
     def _has_order(self, call: Call) -> bool:
         """Whether the dims of a call lie in memory as those of the first."""

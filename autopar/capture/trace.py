@@ -61,6 +61,10 @@ class Capture:
         rebound_buffers: buffers that every call rebinds to a new tensor.
         compiled: sites where the model was told of a compiler.
         readings: values of constants that Python read.
+        traced: the graph in this rank's own order of operators, None while it is made.
+        call: the call that was captured, of the whole batch.
+        capture_s: duration of the capture in seconds.
+        is_derived: whether the graph is that of another shape with other sizes.
     """
 
     graph: TrainingGraph
@@ -77,6 +81,10 @@ class Capture:
     rebound_buffers: frozenset[str] = frozenset()
     compiled: frozenset[Site] = frozenset()
     readings: tuple[Reading, ...] = ()
+    traced: TrainingGraph | None = None
+    call: Call | None = None
+    capture_s: float = 0.0
+    is_derived: bool = False
 
     @functools.cached_property
     def rows_of_outputs(self) -> tuple[Shard | None, ...]:

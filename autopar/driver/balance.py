@@ -10,7 +10,7 @@ import torch
 from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import gather_objects, run_on_all_ranks
-from autopar.runtime.module import why_not_balanced
+from autopar.runtime.watch.balance import why_not_balanced
 
 ROUNDS = 3
 """Measurements, in each of which the same ranks must be slower."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,9 +29,8 @@ from autopar.common.bounded_cache import BoundedCache
 from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
-from autopar.errors import AutoparWarning, BatchError, NumericsWarning, StrategyError
+from autopar.errors import AutoparWarning, BatchError, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.roles import Output
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.layout import Layout
 from autopar.plan.partition import (
@@ -51,12 +51,14 @@ from autopar.runtime.agreement.consensus import (
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients
+from autopar.runtime.border.local_writes import warn_of_local_writes
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
+from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.parameters.sharded import in_layout_of
-from autopar.runtime.rng import RandomStream
+from autopar.runtime.rng import RandomStream, keep_random_state
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
 """Finds strategies for a call that the plan does not cover, the same on every rank."""
@@ -228,18 +230,14 @@ class ExecutionContext:
         self, shard: BatchShard, differentiate: bool, known: dict[Any, Capture]
     ) -> Capture:
         parameters = self._current_parameters()
+        given = self._capture_options(differentiate)
 
         def capture_call(call: Call) -> Capture:
-            if (key := call.key) in known:
-                return known[key]
-            given: dict[str, Any] = {
-                "device": self.device,
-                "differentiate": differentiate,
-                "all_tangents": self.all_tangents,
-                "loss_fn": self.options.loss_fn,
-                "lifted": self.guards.lifted,
-            }
-            key = kind_of(call), differentiate, *self._mode_key
+            if call.key in known:
+                return known[call.key]
+            begin = perf_counter()
+            given["lifted"] = self.guards.lifted
+            key = kind_of(call), differentiate, *self.mode_key
             family = self.families.get(key) or self.families.add(key, ShapeFamily(), MANY_SHAPES)
             with self.autocast():
                 made = family.capture(
@@ -252,8 +250,10 @@ class ExecutionContext:
             self.guards.add(made.reads, made.classes, made.variables, made.lifted)
             self.__dict__.pop("index", None)
             graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
-            known[key] = replace(made, graph=graph)
-            return known[key]
+            capture_s = perf_counter() - begin
+            made = replace(made, graph=graph, traced=made.graph, call=call, capture_s=capture_s)
+            known[call.key] = made
+            return made
 
         made = capture_slice(
             capture_call,
@@ -266,8 +266,24 @@ class ExecutionContext:
             and not shard.call.derivatives,  # the call itself was proved
         )
         if shard.slices.count > 1:
-            _warn_of_local_writes(made, self.model)
+            warn_of_local_writes(made, self.model)
         return made
+
+    def trace_again(self, captured: Capture) -> Capture:
+        """Captures the call of a capture in full, and keeps nothing of it."""
+        assert captured.call is not None
+        given, parameters = self._capture_options(differentiate=True), self._current_parameters()
+        with keep_random_state(self.device), apart_from_hooks(), self.autocast():
+            return capture(self.model, captured.call, parameters, **given)
+
+    def _capture_options(self, differentiate: bool) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "differentiate": differentiate,
+            "all_tangents": self.all_tangents,
+            "loss_fn": self.options.loss_fn,
+            "lifted": self.guards.lifted,
+        }
 
     def _current_parameters(self) -> dict[str, ParameterInfo]:
         """The parameters as planned, with their current `requires_grad`."""
@@ -355,10 +371,10 @@ class ExecutionContext:
         """Everything that distinguishes a kind of call."""
         slices = shard.slices
         called = (*shard.call.key, slices.rows, slices.count, slices.over_time, slices.held)
-        return (*self._mode_key, *called)
+        return (*self.mode_key, *called)
 
     @property
-    def _mode_key(self) -> tuple[Any, ...]:
+    def mode_key(self) -> tuple[Any, ...]:
         """Everything that distinguishes kinds of call but the arguments; `modes` come first."""
         return self.modes, self.all_tangents, self.guards.state, self.options.local
 
@@ -429,19 +445,3 @@ def cached_scalar(value: float, device: torch.device) -> torch.Tensor:
 def batch_fraction(shard: BatchShard, device: torch.device) -> torch.Tensor:
     """The fraction of the global batch in a shard, as float64."""
     return cached_scalar(shard.rows / shard.slices.rows, device)
-
-
-def _warn_of_local_writes(capture: Capture, model: nn.Module) -> None:
-    """Warns of attributes that hold this rank's rows, but the whole batch on one device."""
-    if not capture.writes:
-        return
-    indices = pytree.tree_unflatten(list(range(len(capture.leaves))), capture.structure)[1]
-    nodes_by_role = dict(zip(capture.graph.outputs, capture.graph.results, strict=True))
-    for write, index_tree in zip(capture.writes, indices, strict=True):
-        nodes = (nodes_by_role.get(Output(index)) for index in pytree.tree_leaves(index_tree))
-        if any(any(node.meta.get("batch_dims", ())) for node in nodes if node is not None):
-            warn_once(
-                NumericsWarning,
-                f"{write.path} of {type(model).__name__} gets this rank's rows at every call; on "
-                "one device it would get those of the whole batch. Return it instead.",
-            )

@@ -21,7 +21,6 @@ from autopar.common.notices import warn_once
 from autopar.common.world import rank
 from autopar.errors import CaptureError, NumericsWarning, StrategyError
 from autopar.ir.placement import Shard, rows_of_parts
-from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps
@@ -31,31 +30,14 @@ from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.agreement.transforms import check_not_transformed
 from autopar.runtime.agreement.turn import in_turn
 from autopar.runtime.border.border import Border
+from autopar.runtime.border.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
-from autopar.runtime.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.parameters.sharded_norm import total_norm
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.states.module_states import StatefulModule
-
-
-def why_not_balanced(plan: Plan) -> StrategyError | None:
-    """The error that rows under a plan cannot be divided by speed, None if they can."""
-    obstacles = {
-        "stages or shards of the model (pp, tp, cp, ep)": plan.dp_size < plan.world_size,
-        "micro-batches, which are equal": plan.pipeline is not None,
-        "batch='local', where each rank brings its rows": plan.batch == "local",
-        "local batch_semantics": plan.batch_semantics == "local",
-    }
-    stuck = next((text for text, holds in obstacles.items() if holds), None)
-    if stuck is None:
-        return None
-    return StrategyError(
-        f"rows cannot be divided by speed under {stuck}: use ddp or ZeRO with batch='global', or "
-        "leave balance='measured' and rebalance() out"
-    )
-
+from autopar.runtime.watch.balance import why_not_balanced
 
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 """Checks a module and the flattened arguments of a call before it runs, or raises."""
@@ -234,6 +216,8 @@ class DistributedModule(StatefulModule):
         except OtherSizesError:  # on all ranks, before any has communicated
             self._compute_apart(stream)
             number, result = self._call(leaves, structure, check)
+        if torch.is_grad_enabled() and not self._fallback:
+            self._retracing.called(self._context)
         if self._protocol is not None:
             self._protocol.agree_on_backward(
                 result,
@@ -345,10 +329,12 @@ class DistributedModule(StatefulModule):
 
     def _agree_on_call(self, leaves: list[Any], structure: Any) -> int:
         if self._protocol is None:
+            self._retracing.check(self._context)
             return 0
         with self._protocol.reporting_errors():
             shard = self._batch_shard(leaves, structure)
             self._check_steps_apart(self._protocol.optimizer_steps)
+            self._retracing.check(self._context)
         entries = call_entries(
             self._context,
             leaves,

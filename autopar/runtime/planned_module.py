@@ -47,6 +47,7 @@ from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh
+from autopar.runtime.retracing import Retracing
 from autopar.runtime.rng import RandomStream, keep_random_state
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.user_class import specialized
@@ -76,10 +77,14 @@ OWN_ATTRIBUTES = {
     "_executor",
     "_num_gathered",
     "_watch",
+    "_retracing",
     "_groups",
 }
 """Attributes of the wrapper itself; all others are the model's."""
 
+
+_OF_ONE_COPY = {"_context", "_executor", "_protocol", "_deferred", "_watch", "_retracing"}
+"""Attributes that each copy makes anew."""
 
 SHARED_BY_COPIES = {"plan", "mesh", "_groups", "_make_plan", "_make_fallback"}
 
@@ -129,6 +134,7 @@ class PlannedModule(nn.Module):
         infos, stream = dict(parameters), RandomStream(options, device)
         self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol, self._watch = Protocol.of(model), StepWatch()
+        self._retracing = Retracing()
         if self._protocol is not None:
             self._context.turn = self._protocol.channel.turn
         self._executor: SpmdExecutor | PipelineExecutor | None = None
@@ -336,7 +342,7 @@ class PlannedModule(nn.Module):
                 part = local_part(parameter.detach()).clone()  # without gradient, as torch's copies
                 memo[id(parameter)] = parameter_like(parameter, in_layout_of(parameter, part))
         for name, value in self.__dict__.items():
-            if name not in ("_context", "_executor", "_protocol", "_deferred", "_watch"):
+            if name not in _OF_ONE_COPY:
                 if name.endswith("_hooks"):  # one may be a method of a whole training loop
                     made.__dict__[name] = value.copy()
                 else:
@@ -352,7 +358,8 @@ class PlannedModule(nn.Module):
         )
         made._context.guards = context.guards.copy_for(model)
         made._protocol = None if protocol is None else protocol.of_copy()
-        made._deferred, made._executor, made._watch = None, made._new_executor(), StepWatch()
+        made._deferred, made._executor = None, made._new_executor()
+        made._watch, made._retracing = StepWatch(), Retracing()
         if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
             made._executor.programs = self._executor.programs
         return made

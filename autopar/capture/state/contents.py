@@ -82,7 +82,12 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def containers(value: Any) -> list[Container]:
-    """All that may change in a value: its items, its attributes and its hidden parts."""
+    """All that may change in a value: its items, its attributes and its hidden parts.
+
+    Those of a weak reference are its target's: whoever held the reference would keep torch from
+    swapping a tensor.
+    """
+    value = referent(value)
     if isinstance(value, (*PLAIN, tuple)):
         return []
     parts: list[Container | None] = [contents(value), hidden_parts(value)]
@@ -310,6 +315,7 @@ class Fingerprinter:
         self._kept_alive: list[Container] = []  # some are made at each read, so ids would recur
 
     def __call__(self, value: Any, depth: int = MAX_DEPTH) -> Any:
+        value = referent(value)
         if isinstance(value, float):
             return float, value.hex()
         if isinstance(value, bytes) and len(value) > MAX_BYTES:
@@ -320,7 +326,7 @@ class Fingerprinter:
             return (type(value), *(self(part, depth) for part in value))
         parts = [x for x in containers(value) if x is value or isinstance(x, HiddenParts) or x]
         if not parts:
-            return ByIdentity(referent(value))
+            return ByIdentity(value)
         return type(value), *(self._of_container(container, value, depth) for container in parts)
 
     def _of_container(self, container: Container, value: Any, depth: int) -> Any:

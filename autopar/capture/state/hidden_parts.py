@@ -10,7 +10,6 @@ import contextlib
 import copyreg
 import functools
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -167,7 +166,6 @@ def _position(frame: FrameType | None) -> Items:
 _READERS: dict[type, Reader] = {
     ContextVar: lambda variable: [(variable, variable.get(UNSET))],
     MappingProxyType: lambda proxy: list(proxy.items()),
-    weakref.ref: lambda reference: [("target", reference())],
     functools.partial: lambda p: [("func", p.func), ("args", p.args), ("keywords", p.keywords)],
     GeneratorType: lambda generator: _position(generator.gi_frame),
     MethodType: lambda method: [("self", method.__self__), ("function", method.__func__)],

@@ -42,14 +42,14 @@ def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
         return
     lines = describe(graph) if even else _describe_without_rows(graph)
     event = "compares the captured graph"
-    shown = "\n".join(map(_without_source, lines))
+    shown = "\n".join(map(without_source, lines))
     digests = gather_objects(hashlib.sha256(shown.encode()).hexdigest(), event)
     odd = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if not odd:
         return
     gathered = gather_objects(lines, event)
     pairs = zip_longest(gathered[0], gathered[odd[0]], fillvalue="nothing more")
-    one, other = next((a, b) for a, b in pairs if _without_source(a) != _without_source(b))
+    one, other = next((a, b) for a, b in pairs if without_source(a) != without_source(b))
     raise DisagreementError(
         f"rank(s) {odd} run another forward or loss_fn than rank 0. First difference: {other} on "
         f"rank {odd[0]}, {one} on rank 0. Run the same code with the same attributes on every "
@@ -57,7 +57,7 @@ def agree_on_graph(graph: TrainingGraph, *, even: bool) -> None:
     )
 
 
-def _without_source(line: str) -> str:
+def without_source(line: str) -> str:
     """A line about an operator without the user's line of code."""
     return line.partition(SOURCE)[0]
 

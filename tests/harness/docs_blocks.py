@@ -36,7 +36,7 @@ from pathlib import Path
 
 from autopar import cli
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -88,7 +88,7 @@ def blocks(document: Path) -> list[Block]:
     if not len(found) == marks == sum(language in _RUNNABLE for language in languages):
         raise ValueError(
             f"{document.name}: {marks} marks for {len(found)} of the python and bash blocks; "
-            "tests/docs_blocks.py lists the marks"
+            "tests/harness/docs_blocks.py lists the marks"
         )
     return found
 
@@ -165,7 +165,7 @@ def _run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> int:
-    """`python -m tests.docs_blocks [FILE ...]`: runs every block; prints the failures."""
+    """`python -m tests.harness.docs_blocks [FILE ...]`: runs every block; prints the failures."""
     failed, count = 0, Counter[str]()
     wanted = [Path(name).resolve() for name in sys.argv[1:]] or DOCUMENTS
     for document in wanted:
