@@ -71,6 +71,8 @@ def _check_plan(call: SpmdCall) -> None:
     assert plan is not None
     if options.local:
         raise CaptureError("ranks compute on their own rows alone (batch_semantics='local')")
+    if options.ragged:
+        raise CaptureError("ranks have tensors of other sizes")
     chosen = plan.compressions
     if any((*chosen.reduce, *chosen.gather, *chosen.regather)) or chosen.activations:
         raise CaptureError("the plan compresses what ranks send: leave compress= out")
