@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.integrations.accelerate import AutoparAccelerator
+from autopar.integrations.optimizers import follow_parameters
 from autopar.integrations.rows import whole_rows
 from autopar.plan.strategy import Strategy
 from autopar.report.plan import Plan
@@ -92,7 +93,10 @@ class AutoparTrainerMixin(Base):
         """Compiles the model, unless it is compiled; training and evaluation do so themselves."""
         if isinstance(self.model, DistributedModule):
             return
+        before = dict(self.model.named_parameters())
         model = self.accelerator.compile(self.model, self._whole_result)
+        if self.optimizer is not None:  # Trainer(optimizers=...), made of the plain model
+            follow_parameters([self.optimizer], before, model)
         self.model = self.model_wrapped = self.callback_handler.model = model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

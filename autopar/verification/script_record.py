@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.optim.optimizer import (
 from autopar._torch import patched
 from autopar.common.constant_draws import ConstantDraws
 from autopar.common.world import rank
+from autopar.runtime.border.closures import after_gradients
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.verification.verify import known_differences
@@ -181,13 +183,16 @@ class _Recorder:
             tuple(map(str, notes)),
         )
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _steps_within_autopar():
-            return
+            return None
         self.optimizers[id(optimizer)] = optimizer  # kept, so that ids stay apart
         if self.of_optimizer[id(optimizer)] == self.steps:
             raise _Enough
         self.of_optimizer[id(optimizer)] += 1
+        return after_gradients(args, kwargs, partial(self._read_gradients, optimizer))
+
+    def _read_gradients(self, optimizer: Optimizer) -> None:
         held = self._parameters(optimizer)
         self.gradients = _whole({n: p.grad for n, p in held.items() if p.grad is not None})
 

@@ -11,9 +11,11 @@ from transformers import Trainer, TrainingArguments
 import autopar
 from autopar.integrations.accelerate import AutoparAccelerator
 from autopar.integrations.optimizers import model_of
+from autopar.integrations.transformers import AutoparTrainer
 from benchmarks.integrations.plans import run_plain, run_plans
-from benchmarks.integrations.record import forget_accelerator
+from benchmarks.integrations.record import forget_accelerator, whole_weights
 from benchmarks.integrations.task import collate, make_model, make_rows
+from benchmarks.integrations.trainer import settings_of
 from tests.harness import worlds
 from tests.harness.training import fixed
 
@@ -40,6 +42,34 @@ def test_loops_train_and_resume_as_on_one_process(part: str, tmp_path: Path) -> 
             found = record.distance(plain)
             assert len(record.losses) >= STEPS
             assert all(found[kind] < tolerances.get(kind, 1e-9) for kind in found), (name, found)
+
+
+def train_with_optimizers(rank: int, ranks: int, folder: str) -> dict[str, torch.Tensor]:
+    """Gives the Trainer an optimizer and a scheduler, made of the plain model."""
+    forget_accelerator()
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    options = {"strategy": fixed(3)} if ranks > 1 else {}
+    settings = settings_of(Path(folder), ranks, STEPS)
+    trainer = (AutoparTrainer if ranks > 1 else Trainer)(
+        model=model,
+        args=TrainingArguments(**settings),
+        train_dataset=make_rows(22, 0),
+        data_collator=collate,
+        optimizers=(optimizer, scheduler),
+        **options,
+    )
+    trainer.train()
+    forget_accelerator()
+    return whole_weights(trainer.model)
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_an_optimizer_of_the_plain_model(tmp_path: Path) -> None:
+    plain = train_with_optimizers(0, 1, str(tmp_path / "plain"))
+    for weights in worlds.run(train_with_optimizers, 2, folder=str(tmp_path / "compiled")):
+        torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-9)
 
 
 def train_compiled(rank: int, ranks: int, folder: str) -> None:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar._torch import empty_subclass, pytree
 from autopar.errors import StrategyError
+from autopar.runtime.border.closures import after_gradients
 
 aten = torch.ops.aten
 
@@ -142,7 +143,11 @@ def _refuse_steps() -> None:
     register_optimizer_step_pre_hook(_check_step)
 
 
-def _check_step(optimizer: Optimizer, *_: Any) -> None:
+def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    return after_gradients(args, kwargs, functools.partial(_check_gradients, optimizer))
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter.grad, HeldGradient):

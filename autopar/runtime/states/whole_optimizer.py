@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
+from autopar.runtime.border.closures import closure_of, with_closure
 from autopar.runtime.parameters.distribute import distribute_like, is_remote, local_part
 from autopar.runtime.parameters.strided_shard import whole_tensor
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -88,12 +89,12 @@ class WholeParameters:
         return dict(sorted(found.items()))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Reads values and gradients; replaces a closure, the first argument after `self`."""
+        """Reads values and gradients; a closure is evaluated at the values of the copies."""
         self.read()
-        given = dict(zip(("closure",), args[1:], strict=False)) | kwargs
-        if given.get("closure") is None:
+        closure = closure_of(args, kwargs)
+        if closure is None:
             return None
-        return (optimizer,), {**given, "closure": partial(self._evaluate, given["closure"])}
+        return with_closure(args, kwargs, partial(self._evaluate, closure))
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """The result of a closure at the values of the copies, whose gradients follow."""

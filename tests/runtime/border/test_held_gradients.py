@@ -150,3 +150,39 @@ def add_beside(rank: int, world_size: int) -> None:
 
 def test_penalties_beside_them() -> None:
     run(add_beside, 2)
+
+
+def train_by_closures(model: Any, is_compiled: bool) -> None:
+    """The last micro-batch of each window runs inside of the optimizer's step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    nothing = model.no_sync if is_compiled else torch.enable_grad
+
+    def last(step: int) -> Tensor:
+        loss: Tensor = model(*batch(20 + step))
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        with nothing():
+            model(*batch(step)).backward()
+        optimizer.step(partial(last, step))
+        optimizer.zero_grad()
+
+
+def step_by_closures(rank: int, world_size: int) -> None:
+    for strategy in ("ddp", "zero3", "fallback"):
+        torch.manual_seed(0)
+        plain = Regression(strategy != "fallback").double()
+        parallel = compiled(copy.deepcopy(plain), strategy, world_size)
+        train_by_closures(plain, False)
+        train_by_closures(parallel, True)
+        state = parallel.full_state_dict()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=strategy)
+        message = "each rank holds back its own part"
+        with pytest.raises(StrategyError, match=message), parallel.no_sync():
+            train_by_closures(parallel, False)
+
+
+def test_closures_reduce_them() -> None:
+    run(step_by_closures, 2)
