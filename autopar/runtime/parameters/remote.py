@@ -23,6 +23,9 @@ from autopar.runtime.parameters.sharded import ShardedTensor
 _READERS = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "autopar.")
 """Modules that leave out parameters without gradient, as those of other stages are."""
 
+_AVERAGES = "torch.optim.swa_utils."
+"""A module of theirs that reads all parameters."""
+
 _METADATA = frozenset(
     {
         "__hash__",
@@ -61,14 +64,14 @@ class _Remote:
     @property
     def grad(self) -> torch.Tensor | None:
         """None for optimizers, or what no_sync holds back; an error for anyone else."""
-        if not _module_of(sys._getframe(1)).startswith(_READERS):
+        if not _leaves_out(sys._getframe(1)):
             raise _error("gradient", self.shape)
         with without_subclasses():
             return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and not _module_of(sys._getframe(1)).startswith(_READERS):
+        if value is not None and not _leaves_out(sys._getframe(1)):
             raise _error("gradient", self.shape)
         with without_subclasses():
             _GRAD.__set__(self, value)
@@ -80,11 +83,19 @@ class _Remote:
             reads = func.__self__.__name__ in _VALUES
         else:
             reads = name not in _METADATA
-        if reads and not _module_of(sys._getframe(1)).startswith(_READERS):
+        leaves_out = _leaves_out(sys._getframe(1))
+        if reads and not leaves_out:
             leaves = pytree.tree_leaves((args, kwargs))  # stack and backward(inputs=) have lists
             raise _error("value", next(x.shape for x in leaves if isinstance(x, _Remote)))
         with without_subclasses():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if name == "detach" and not leaves_out:
+            result.__class__ = RemoteShard if isinstance(result, ShardedTensor) else RemoteTensor
+        return result
+
+
+class RemoteTensor(_Remote, torch.Tensor):
+    """A parameter of another stage, detached."""
 
 
 class RemoteParameter(_Remote, nn.Parameter):
@@ -107,9 +118,10 @@ def is_on_other_stage(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, _Remote)
 
 
-def _module_of(frame: FrameType) -> str:
-    name: str = frame.f_globals.get("__name__", "")
-    return name + "."
+def _leaves_out(frame: FrameType) -> bool:
+    """Whether the code of a frame leaves out parameters of other stages."""
+    name = f"{frame.f_globals.get('__name__', '')}."
+    return name.startswith(_READERS) and not name.startswith(_AVERAGES)
 
 
 def _error(what: str, shape: torch.Size) -> StrategyError:

@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from autopar.errors import StrategyError
 from autopar.runtime.parameters.remote import mark_remote
+
+
+def average_of(parameter: nn.Parameter) -> None:
+    model = nn.ParameterList([parameter])
+    AveragedModel(model).update_parameters(model)
+
 
 READS: dict[str, Callable[[nn.Parameter, torch.Tensor], Any]] = {
     "a sum": lambda p, x: p.sum(),
@@ -19,6 +26,9 @@ READS: dict[str, Callable[[nn.Parameter, torch.Tensor], Any]] = {
     "torch.autograd.grad": lambda p, x: torch.autograd.grad(x.sum(), [x, p], allow_unused=True),
     "its data": lambda p, x: p.data,
     "its gradient": lambda p, x: p.grad,
+    "a detached copy": lambda p, x: p.detach().clone(),
+    "a list of detached values": lambda p, x: [t.detach() for t in (x, p)][1].tolist(),
+    "an average of weights": lambda p, x: average_of(p),
 }
 
 
