@@ -210,7 +210,8 @@ class DistributedModule(StatefulModule):
         if check is not None:
             self.before_first_training_call = None  # copies made by planning skip the check
         self._compare_rowless(leaves, structure)
-        stream = self._context.rng.state
+        may_differ = self._options.batch == "local" and not self._options.ragged
+        stream = self._context.rng.state if may_differ else None
         try:
             number, result = self._call(leaves, structure, check)
         except OtherSizesError:  # on all ranks, before any has communicated

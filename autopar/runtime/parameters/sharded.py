@@ -10,6 +10,7 @@ draws on a CPU), lose what is written to a view, or communicate on some ranks al
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,17 @@ class ShardedTensor(DTensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return read_whole(self).__array__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of this rank's part, without gradient, as copies of parameters are."""
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # torch's error
+        if id(self) not in memo:
+            copied = sharded_like(self._local_tensor.detach().clone(), self)
+            copied.__class__ = type(self)
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a DTensor, which any process can load."""

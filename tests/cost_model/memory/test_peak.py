@@ -321,10 +321,14 @@ def test_a_real_step_needs_what_is_predicted(name, level):
     held = step()
     gc.collect()  # what other tests left would be freed in the middle
     allocated = track_allocations(lambda: (held, step()))
-    (graph,) = (program.graph for program in model._executor.programs.values())
+    (program,) = model._executor.programs.values()
+    graph = program.graph
     workspace = Workspace("cpu", {}, present=True).measure([graph])
     needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), workspace, batches=0)
     memory = simulate_memory(graph, needs)
     standing = [t.nbytes for t in (*model.parameters(), *model.buffers())]
     standing += [t.nbytes for state in optimizer.state.values() for t in state.values()]
-    assert memory.peak == pytest.approx(sum(standing) + held.nbytes + allocated.peak, rel=2e-3)
+    # a call keeps the generator's state, 5 kB for any model, for second derivatives
+    generator = torch.get_rng_state().nbytes if program.is_random else 0
+    needed = sum(standing) + held.nbytes + allocated.peak - generator
+    assert memory.peak == pytest.approx(needed, rel=2e-3)

@@ -67,7 +67,8 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
     assert graph.history == (
         "captured from TwoLayers",
         "partition_batch(slices=BatchSlices(count=2, index=0, rows=4, over_time=False, held=()), "
-        "row_dims=(0,), whole_outputs=(), gathers_rows=False, proves_rows=False)",
+        "row_dims=(0,), whole_outputs=(), gathers_rows=False, proves_rows=False, "
+        "output_dims=None)",
         "assign_batch_axis(axis='dp')",
         "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
         "every block is stage 0: parameters stay whole",
