@@ -165,9 +165,9 @@ def run_rank(folder: Path) -> int:
 def record_rank(options: argparse.Namespace, run: Path) -> int:
     """Runs a script as one rank, and writes the record of its steps."""
     run.mkdir(exist_ok=True)
-    own = folder_of(run, int(os.environ.get("RANK", "0")))
+    folder = folder_of(run, int(os.environ.get("RANK", "0")))
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        record_script(options.script, options.rest, options.steps, own)
+        record_script(options.script, options.rest, options.steps, folder)
     return 0
 
 

@@ -230,21 +230,20 @@ class ExecutionContext:
         self, shard: BatchShard, differentiate: bool, known: dict[Any, Capture]
     ) -> Capture:
         parameters = self._current_parameters()
-        given = self._capture_options(differentiate)
 
         def capture_call(call: Call) -> Capture:
             if call.key in known:
                 return known[call.key]
             begin = perf_counter()
-            given["lifted"] = self.guards.lifted
+            options = self._capture_options(differentiate)
             key = kind_of(call), differentiate, *self.mode_key
             family = self.families.get(key) or self.families.add(key, ShapeFamily(), MANY_SHAPES)
             with self.autocast():
                 made = family.capture(
                     call,
-                    lambda call: capture(self.model, call, parameters, **given),
+                    lambda call: capture(self.model, call, parameters, **options),
                     lambda call, sizes, compiled: capture_symbolically(
-                        self.model, call, parameters, sizes, compiled=compiled, **given
+                        self.model, call, parameters, sizes, compiled=compiled, **options
                     ),
                 )
             self.guards.add(made.reads, made.classes, made.variables, made.lifted)
@@ -272,9 +271,9 @@ class ExecutionContext:
     def trace_again(self, captured: Capture) -> Capture:
         """Captures the call of a capture in full, and keeps nothing of it."""
         assert captured.call is not None
-        given, parameters = self._capture_options(differentiate=True), self._current_parameters()
+        options, parameters = self._capture_options(differentiate=True), self._current_parameters()
         with keep_random_state(self.device), apart_from_hooks(), self.autocast():
-            return capture(self.model, captured.call, parameters, **given)
+            return capture(self.model, captured.call, parameters, **options)
 
     def _capture_options(self, differentiate: bool) -> dict[str, Any]:
         return {

@@ -11,7 +11,6 @@ import gc
 import json
 import runpy
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -33,7 +31,7 @@ from autopar.common.world import rank
 from autopar.runtime.border.closures import after_gradients
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import is_remote
-from autopar.verification.verify import known_differences
+from autopar.verification.verify import full_value, known_differences, least_precise
 
 SUMMARY = "summary.json"
 
@@ -150,8 +148,7 @@ class _Recorder:
         self.folder, self.steps = folder, steps
         self.draws = _LoopDraws()
         self.count = 0
-        self.of_optimizer: Counter[int] = Counter()
-        self.optimizers: dict[int, Optimizer] = {}
+        self.steps_of: dict[Optimizer, int] = {}
         self.models: list[DistributedModule] = []
         self.gradients: dict[str, Tensor] = {}
         self.dtypes: set[torch.dtype] = set()
@@ -171,8 +168,7 @@ class _Recorder:
                 hook.remove()
 
     def summary(self) -> Summary:
-        dtypes = self.dtypes | ({self.draws.narrowest} if self.draws.narrowest else set())
-        least = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        least = least_precise(self.dtypes, self.draws.narrowest)
         notes = dict.fromkeys(note for model in self.models for note in known_differences(model))
         return Summary(
             self.count,
@@ -186,10 +182,10 @@ class _Recorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _steps_within_autopar():
             return None
-        self.optimizers[id(optimizer)] = optimizer  # kept, so that ids stay apart
-        if self.of_optimizer[id(optimizer)] == self.steps:
+        before = self.steps_of.setdefault(optimizer, 0)
+        if before == self.steps:
             raise _Enough
-        self.of_optimizer[id(optimizer)] += 1
+        self.steps_of[optimizer] = before + 1
         return after_gradients(args, kwargs, partial(self._read_gradients, optimizer))
 
     def _read_gradients(self, optimizer: Optimizer) -> None:
@@ -201,7 +197,7 @@ class _Recorder:
             return
         self.count += 1
         parameters = self._parameters(optimizer)
-        self.dtypes |= {p.dtype for p in parameters.values() if p.is_floating_point()}
+        self.dtypes |= {p.dtype for p in parameters.values()}
         content = {
             "gradient": self.gradients,
             "parameter": _whole(parameters),
@@ -214,7 +210,7 @@ class _Recorder:
     def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters that this rank holds, by name."""
         names = self._names()
-        order = [*self.optimizers].index(id(optimizer)) + 1
+        order = [*self.steps_of].index(optimizer) + 1
         held = {}
         for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if not is_remote(p):
@@ -235,15 +231,15 @@ class _Recorder:
         if not any(model is each for each in self.models):
             self.models.append(model)
         index = next(i for i, each in enumerate(self.models) if each is model)
-        return name if index == 0 else f"{name} of model {index + 1}"
+        return _title(name, index)
 
     def _buffers(self) -> dict[str, Tensor]:
-        found = {}
-        for index, model in enumerate(self.models):
-            for name, value in model.named_buffers():
-                if not is_remote(value):
-                    found[name if index == 0 else f"{name} of model {index + 1}"] = value
-        return found
+        return {
+            _title(name, index): value
+            for index, model in enumerate(self.models)
+            for name, value in model.named_buffers()
+            if not is_remote(value)
+        }
 
 
 def _steps_within_autopar() -> bool:
@@ -253,6 +249,11 @@ def _steps_within_autopar() -> bool:
         frame = frame.f_back
     name = frame.f_globals.get("__name__", "")
     return name.startswith("autopar.") and not name.startswith("autopar.integrations")
+
+
+def _title(name: str, index: int) -> str:
+    """The name of a tensor, with the number of its model unless that is the first."""
+    return name if index == 0 else f"{name} of model {index + 1}"
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -265,7 +266,7 @@ def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _dense(value: Tensor) -> Tensor:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
+    value = full_value(value)
     return (value if value.layout is torch.strided else value.to_dense()).cpu().clone()
 
 

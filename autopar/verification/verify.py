@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,7 +141,7 @@ def _plain_copy(module: DistributedModule) -> nn.Module:
     fetched = module.state_dict() if module.plan.pp_size > 1 else {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        value = _full(fetched.get(name, parameter)).detach().clone()
+        value = full_value(fetched.get(name, parameter)).detach().clone()
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
@@ -207,7 +207,8 @@ def _compare_steps(
                 "or model.eval()."
             )
         if comparison is None:
-            dtype = _least_precise(plain, plain_draws.narrowest)
+            tensors = [*plain.parameters(), *plain.buffers()]
+            dtype = least_precise((t.dtype for t in tensors), plain_draws.narrowest)
             tolerance = TOLERANCES.get(dtype, 1e-5) if tolerance is None else tolerance
             comparison = Comparison(tolerance, torch.finfo(dtype).eps)
             if loss is None and not _default_loss(result)[1]:
@@ -293,12 +294,12 @@ def _mean_over_ranks(loss: Tensor, weight: float) -> Tensor:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     named = model.named_parameters()
-    return {name: _full(p.grad).detach() for name, p in named if p.grad is not None}
+    return {name: full_value(p.grad).detach() for name, p in named if p.grad is not None}
 
 
 def _values(model: nn.Module, kind: str) -> dict[str, Tensor]:
     named = model.named_parameters() if kind == "parameter" else model.named_buffers()
-    return {name: _full(value.detach()) for name, value in named if not is_remote(value)}
+    return {name: full_value(value.detach()) for name, value in named if not is_remote(value)}
 
 
 def _make_optimizer(make: Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -311,14 +312,15 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
-def _least_precise(model: nn.Module, narrowest: torch.dtype | None) -> torch.dtype:
-    """The least precise dtype that the plain model holds or casts to."""
-    found = {t.dtype for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()}
-    found |= {narrowest} if narrowest is not None else set()
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+def least_precise(held: Iterable[torch.dtype], narrowest: torch.dtype | None) -> torch.dtype:
+    """The least precise dtype that a plain model holds or casts to."""
+    dtypes = {dtype for dtype in held if dtype.is_floating_point}
+    dtypes |= {narrowest} if narrowest is not None else set()
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def _full(tensor: Any) -> Tensor:
+def full_value(tensor: Any) -> Tensor:
+    """The whole of a tensor; ranks that share a DTensor call this at once."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

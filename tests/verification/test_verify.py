@@ -93,7 +93,7 @@ def spoiled_gradient(name: str) -> Callable[..., Any]:
     gradients = SpmdCall._gradients
 
     def spoiled(call: SpmdCall, *given: Any) -> list[Tensor | None]:
-        found = zip(call.given, gradients(call, *given), strict=True)
+        found = zip(call.operands, gradients(call, *given), strict=True)
         return [g * 1.001 if str(key) == name and g is not None else g for key, g in found]
 
     return spoiled

@@ -119,7 +119,7 @@ class Entered(torch.autograd.Function):
     """A value of this rank's loop inside of the model, scaled; its gradient leaves.
 
     A gradient inside is one of the loss of all ranks, of which this rank's is a part of `weight`. A
-    gradient in the loop is one of this rank's loss.
+    gradient in the loop is one of this rank's loss. What leaves enters the loop, by the inverse.
     """
 
     @staticmethod
@@ -129,20 +129,7 @@ class Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return Left.apply(gradients[0], ctx.scale / ctx.weight, ctx.weight), None, None
-
-
-class Left(torch.autograd.Function):
-    """A value of the model in this rank's loop, scaled; its gradient enters, as in `Entered`."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, scale: float, weight: float) -> torch.Tensor:
-        ctx.scale, ctx.weight = scale, weight
-        return value.view_as(value) if scale == 1 else value * scale
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return Entered.apply(gradients[0], ctx.scale * ctx.weight, ctx.weight), None, None
+        return Entered.apply(gradients[0], ctx.scale / ctx.weight, 1 / ctx.weight), None, None
 
 
 class EnteredWhole(torch.autograd.Function):

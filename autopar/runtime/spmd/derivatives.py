@@ -50,9 +50,9 @@ def differentiated(
     _check_unchanged(call)
     entered = _entered(call, tangents)
     shard = _shard_with(call, entered, tuple(keys))
-    given = dict(call.given)
+    operands = dict(call.operands)
     first = len(call.shard.call.leaves)
-    given |= {first + i: t for i, t in enumerate(entered.values()) if t.requires_grad}
+    operands |= {first + i: t for i, t in enumerate(entered.values()) if t.requires_grad}
     with torch.enable_grad(), _autocast_of(call):
         if call.modes != call.context.modes:
             raise StrategyError(
@@ -61,7 +61,7 @@ def differentiated(
             )
         program = call.executor.program(shard, call.no_sync)
     _check_draws(call.program, program)
-    outputs = call.executor.run_again(call, shard, program, given)
+    outputs = call.executor.run_again(call, shard, program, operands)
     results = zip(program.returned, outputs, strict=True)
     return {keys[index]: _left(call, keys[index], value) for index, value in results}
 
@@ -79,8 +79,8 @@ def _check_plan(call: SpmdCall) -> None:
 
 
 def _check_unchanged(call: SpmdCall) -> None:
-    now = list(map(version_of, call.given.values()))
-    changed = [key for key, a, b in zip(call.given, now, call.versions, strict=True) if a != b]
+    now = list(map(version_of, call.operands.values()))
+    changed = [key for key, a, b in zip(call.operands, now, call.versions, strict=True) if a != b]
     if changed:
         what = changed[0] if isinstance(changed[0], str) else f"argument {changed[0]}"
         raise StrategyError(
@@ -107,15 +107,15 @@ def _autocast_of(call: SpmdCall) -> contextlib.AbstractContextManager[Any]:
 def _entered(call: SpmdCall, tangents: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Gradients of results as arguments of a program, which scales those of rows itself no more."""
     rows = call.program.capture.rows_of_outputs
-    found = {}
+    arguments = {}
     for index, tangent in tangents.items():
         shard = rows[index]
         if shard is not None and shard.interleave > 1:
             raise CaptureError(f"output {index} has rows that lie between others")
         if shard is not None:
             tangent = Entered.apply(tangent, _fraction(call), _loop_weight(call))
-        found[index] = tangent.contiguous()
-    return found
+        arguments[index] = tangent.contiguous()
+    return arguments
 
 
 def _shard_with(
@@ -147,7 +147,7 @@ def _dim(shard: Shard | None) -> int | None:
 def _left(call: SpmdCall, key: Key, value: torch.Tensor) -> torch.Tensor:
     """A gradient as the loop sees it."""
     if key in call.context.index.dtensors and not _is_local(call):
-        return OwnPart.apply(value, call.given[key])
+        return OwnPart.apply(value, call.operands[key])
     if isinstance(key, int) and call.shard.call.row_dims[key] is not None:
         # the program weighs gradients of rows by the rank's part of the batch
         return ScaledGradient.apply(value, 1 / _fraction(call))

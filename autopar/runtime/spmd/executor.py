@@ -54,7 +54,7 @@ class SpmdExecutor:
                 if program.overwritten_buffers:
                     call.keep_buffers(context.index.buffers())
                 try:
-                    outputs = apply_function(SpmdFunction, call, *call.given.values())
+                    outputs = apply_function(SpmdFunction, call, *call.operands.values())
                 except BaseException:  # a checkpoint stops its second forward like this
                     self._write_updates(call)
                     raise
@@ -67,16 +67,16 @@ class SpmdExecutor:
         call: SpmdCall,
         shard: BatchShard,
         program: Program,
-        given: dict[str | int, torch.Tensor],
+        operands: dict[str | int, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Runs a program with the state and the random numbers of an earlier call."""
         context = self.context
         again = replace(call, shard=shard, program=program, updates={})
-        again.differentiate_by(given)
+        again.differentiate_by(operands)
         replayed = context.rng.replayed(call.random_state)
         outputs: tuple[torch.Tensor, ...]
         with torch.enable_grad(), context.without_autocast(), replayed:
-            outputs = apply_function(SpmdFunction, again, *given.values())
+            outputs = apply_function(SpmdFunction, again, *operands.values())
         again.updates.clear()
         finish_exchange()
         return outputs
@@ -151,7 +151,7 @@ class SpmdCall:
         state: state of the guards at the forward.
         program: the program of the forward.
         modes: those of the context at the forward.
-        given: what autograd differentiates by: parameters by name, inputs by index.
+        operands: what autograd differentiates by: parameters by name, inputs by index.
         versions: how often each of them had been changed in place.
         buffers: values before the forward of buffers that it changes and its results depend on.
         random_state: state of the generator at the forward, None where nothing is drawn.
@@ -163,7 +163,7 @@ class SpmdCall:
     state: int
     program: Program
     modes: tuple[Any, ...]
-    given: dict[str | int, torch.Tensor] = field(default_factory=dict)
+    operands: dict[str | int, torch.Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -173,9 +173,9 @@ class SpmdCall:
     def context(self) -> ExecutionContext:
         return self.executor.context
 
-    def differentiate_by(self, given: dict[str | int, torch.Tensor]) -> None:
+    def differentiate_by(self, operands: dict[str | int, torch.Tensor]) -> None:
         """Takes the tensors that autograd differentiates by."""
-        self.given, self.versions = given, list(map(version_of, given.values()))
+        self.operands, self.versions = operands, list(map(version_of, operands.values()))
 
     def keep_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Keeps what running the forward again needs, and the forward overwrites."""
@@ -201,7 +201,7 @@ class SpmdCall:
         values: list[Any] = [None] * len(graph.graph.inputs)
         sharded = context.index.dtensors
         for place, name in graph.parameter_inputs:
-            value = self.given.get(name, parameters[name])
+            value = self.operands.get(name, parameters[name])
             values[place] = local_tensor(value) if name in sharded else value
         for place in program.returned_parameters:
             values[place] = values[place].detach()
@@ -277,7 +277,7 @@ class SpmdCall:
                 context.hold(role.name, results[place])
         found: list[torch.Tensor | None] = []
         gradients = graph.gradient_outputs
-        for key in self.given:
+        for key in self.operands:
             value = results[gradients[key]] if key in gradients.keys() - absent else None
             if value is not None and key in sharded:
                 value = context.as_grad_of(str(key), value)
@@ -314,11 +314,11 @@ class SpmdFunction(torch.autograd.Function):
         why_once = ""
         if torch.is_grad_enabled() and tangents:  # create_graph=True
             needed = [_is_needed(node) for node, _ in ctx.next_functions]
-            keys = [key for key, flag in zip(call.given, needed, strict=True) if flag]
+            keys = [key for key, flag in zip(call.operands, needed, strict=True) if flag]
             try:
                 with call.context.turn:
                     by_key = differentiated(call, tangents, keys)
-                return (None, *map(by_key.get, call.given))
+                return (None, *map(by_key.get, call.operands))
             except CaptureError as error:
                 why_once = str(error)
         saved = list(ctx.saved_tensors)

@@ -89,16 +89,22 @@ def train(model: Any, is_compiled: bool) -> None:
         discard(model, optimizer)
 
 
+def train_both(train: Callable[[Any, bool], None], strategy: str, world_size: int) -> Any:
+    """The compiled model, after it has trained as the plain one has."""
+    torch.manual_seed(0)
+    plain = Regression(strategy != "fallback").double()
+    parallel = compiled(copy.deepcopy(plain), strategy, world_size)
+    train(plain, False)
+    train(parallel, True)
+    state = parallel.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=strategy)
+    return parallel
+
+
 def give_up(strategies: tuple[str, ...], rank: int, world_size: int) -> None:
     for strategy in strategies:
-        torch.manual_seed(0)
-        plain = Regression(strategy != "fallback").double()
-        parallel = compiled(copy.deepcopy(plain), strategy, world_size)
-        train(plain, False)
-        train(parallel, True)
-        state = parallel.full_state_dict()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=strategy)
+        train_both(train, strategy, world_size)
 
 
 def test_zero_grad_discards_them() -> None:
@@ -171,14 +177,7 @@ def train_by_closures(model: Any, is_compiled: bool) -> None:
 
 def step_by_closures(rank: int, world_size: int) -> None:
     for strategy in ("ddp", "zero3", "fallback"):
-        torch.manual_seed(0)
-        plain = Regression(strategy != "fallback").double()
-        parallel = compiled(copy.deepcopy(plain), strategy, world_size)
-        train_by_closures(plain, False)
-        train_by_closures(parallel, True)
-        state = parallel.full_state_dict()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=strategy)
+        parallel = train_both(train_by_closures, strategy, world_size)
         message = "each rank holds back its own part"
         with pytest.raises(StrategyError, match=message), parallel.no_sync():
             train_by_closures(parallel, False)
