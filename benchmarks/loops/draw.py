@@ -8,12 +8,17 @@ import random
 import warnings
 from collections.abc import Iterable
 
+import torch
+
 from benchmarks.loops.elements import ELEMENTS, GROUPS
 from benchmarks.loops.loop import LOSSES, OPTIMIZERS, Element, Loop, Observed, Recipe
 from benchmarks.loops.models import FORMS, NETS
 
 SHARE = 0.5
 """Probability that a loop has an element of a group."""
+
+SHARE_OF_BFLOAT16 = 0.15
+"""Probability that a loop computes in bfloat16."""
 
 SETUPS: dict[str, tuple[int, tuple[int, ...]]] = {
     "ddp": (4, (2, 3)),
@@ -52,6 +57,8 @@ def is_sound(drawn: Recipe) -> bool:
 def train_plain(recipe: Recipe) -> Observed:
     """The numbers of one process."""
     model = recipe.make()
+    if recipe.casts_forward:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     values = Loop(recipe, model, elements_of(recipe), lambda other: other).run()
     return Observed(values, {n: t.detach().clone() for n, t in model.state_dict().items()})
 
@@ -75,6 +82,7 @@ def _draw(rng: random.Random) -> Recipe:
         _rows(rng, setup, net),
         setup,
         rng.choice(SETUPS[setup][1]),
+        "bfloat16" if rng.random() < SHARE_OF_BFLOAT16 else "float64",
     )
 
 

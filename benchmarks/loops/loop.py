@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Recipe:
         traits: of the model, that its elements ask for.
         rows: number of rows of each step's batch.
         setup: name of a strategy.
+        compute: "float64", or "bfloat16": a float32 model whose forward runs under autocast.
     """
 
     seed: int
@@ -60,17 +61,28 @@ class Recipe:
     rows: tuple[int, ...]
     setup: str
     ranks: int
+    compute: Literal["float64", "bfloat16"] = "float64"
 
     @property
     def name(self) -> str:
         loss = f":{self.loss}" if self.form == "rows" else ""
-        parts = [f"{self.net}({self.form}{loss})", self.optimizer, *self.elements]
+        parts = [f"{self.net}({self.form}{loss})", self.compute, self.optimizer, *self.elements]
         return f"{' '.join(parts)} rows {','.join(map(str, self.rows))}"
 
+    @property
+    def casts_forward(self) -> bool:
+        """Whether forward itself computes in bfloat16: an element may open autocast around it."""
+        return self.compute == "bfloat16" and "autocast" not in self.elements
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of parameters and batches."""
+        return torch.float64 if self.compute == "float64" else torch.float32
+
     def make(self) -> nn.Module:
-        """The plain model in float64, the same at every call."""
+        """The plain model, the same at every call."""
         torch.manual_seed(self.seed)
-        return Net(self.net, self.form, self.traits).double()
+        return Net(self.net, self.form, self.traits).to(self.dtype)
 
 
 class Observed(NamedTuple):
@@ -150,7 +162,8 @@ class Loop:
         for step, rows in enumerate(self.recipe.rows):
             self.step = step
             x, y = batch_of(self.recipe.net, rows, 100 * self.recipe.seed + self.step)
-            x, y = (t[self.share[0] :: self.share[1]] for t in (x, y))
+            first, ranks = self.share
+            x, y = (t[first::ranks].to(self.recipe.dtype) for t in (x, y))
             for element in self.elements:
                 x, y = element.batch(self, x, y)
             if not any(element.backward(self, x, y) for element in self.elements):

@@ -60,7 +60,7 @@ class HeadOutside(Element):
 
     def before_training(self, loop: Loop) -> None:
         torch.manual_seed(3)
-        self.head = nn.Linear(OUTPUTS, OUTPUTS).double()
+        self.head = nn.Linear(OUTPUTS, OUTPUTS, dtype=loop.recipe.dtype)
         loop.others += list(self.head.parameters())
 
     def backward(self, loop: Loop, x: Tensor, y: Tensor) -> bool:
@@ -80,7 +80,7 @@ class StemOutside(Element):
 
     def before_training(self, loop: Loop) -> None:
         torch.manual_seed(3)
-        self.stem = nn.Linear(WIDTH, WIDTH).double()
+        self.stem = nn.Linear(WIDTH, WIDTH, dtype=loop.recipe.dtype)
         loop.others += list(self.stem.parameters())
 
     def batch(self, loop: Loop, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ class TwoModels(Element):
     def before_training(self, loop: Loop) -> None:
         torch.manual_seed(4)
         first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.first = loop.compile_other(first.double())
+        self.first = loop.compile_other(first.to(loop.recipe.dtype))
         loop.others += list(self.first.parameters())
 
     def batch(self, loop: Loop, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ class Hooked(Element):
 
 
 class Autocast(Element):
-    """Forward runs under autocast to bfloat16, which leaves float64 alone."""
+    """The whole loss is computed under autocast to bfloat16, which leaves float64 alone."""
 
     def backward(self, loop: Loop, x: Tensor, y: Tensor) -> bool:
         with torch.autocast("cpu", torch.bfloat16):
