@@ -16,15 +16,13 @@ from torch import nn
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import FallbackWarning, LossyWarning, NumericsWarning
-from benchmarks.loops.draw import elements_of, train_plain
+from benchmarks.loops.draw import elements_of, train_in_float32, train_plain
 from benchmarks.loops.loop import Loop, Observed, Recipe
 from benchmarks.report import outcome_counts
 from tests.harness.training import whole_state
 from tests.harness.worlds import RankError, run
 
-EXACT: Mapping[str, float] = {"float64": 1e-8, "bfloat16": 0.02}
-"""Type that a loop computes in -> the largest relative difference that is its rounding."""
-
+EXACT, EXACT_BFLOAT16 = 1e-8, 0.02
 TIMEOUT_S = 300.0
 
 OUTCOMES = ("exact", "told", "silent", "raw", "hung")
@@ -106,12 +104,20 @@ def run_case(number: int, recipe: Recipe) -> Case:
     outcome: dict[str, Any]
     try:
         answers = run(train_on_rank, recipe.ranks, timeout=TIMEOUT_S, recipe=recipe)
-        outcome = judge(answers, train_plain(recipe), EXACT[recipe.compute])
+        outcome = judge(answers, train_plain(recipe), tolerance_of(recipe))
     except RankError as error:
         is_late = any("timed out" in e or "busy" in e for e in error.errors.values())
         outcome = {"outcome": "hung" if is_late else "raw", "message": str(error)[-3000:]}
     seconds = round(time.monotonic() - start, 2)
     return Case(number, asdict(recipe), recipe.name, seconds=seconds, **outcome)
+
+
+def tolerance_of(recipe: Recipe) -> float:
+    """The largest relative difference that is rounding, in bfloat16 at least its own."""
+    if recipe.compute == "float64":
+        return EXACT
+    rounding, _ = max(_differences([train_in_float32(recipe)], train_plain(recipe)))
+    return max(EXACT_BFLOAT16, rounding)
 
 
 def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:
@@ -139,9 +145,7 @@ def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:
     return answer._replace(warned=warned)
 
 
-def judge(
-    answers: Sequence[Answer], plain: Observed, tolerance: float = EXACT["float64"]
-) -> dict[str, Any]:
+def judge(answers: Sequence[Answer], plain: Observed, tolerance: float = EXACT) -> dict[str, Any]:
     """The outcome of a case and its other fields."""
     if raw := [answer.raw for answer in answers if answer.raw]:
         return {"outcome": "raw", "message": raw[0]}

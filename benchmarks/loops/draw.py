@@ -7,6 +7,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -63,6 +64,12 @@ def train_plain(recipe: Recipe) -> Observed:
     return Observed(values, {n: t.detach().clone() for n, t in model.state_dict().items()})
 
 
+def train_in_float32(recipe: Recipe) -> Observed:
+    """The numbers of one process without autocast."""
+    elements = tuple(name for name in recipe.elements if name != "autocast")
+    return train_plain(replace(recipe, compute="float32", elements=elements))
+
+
 def _draw(rng: random.Random) -> Recipe:
     setup = rng.choices(list(SETUPS), [often for often, _ in SETUPS.values()])[0]
     elements = _elements(rng, is_local=setup.endswith("local"))
@@ -97,7 +104,7 @@ def _rows(rng: random.Random, setup: str, net: str) -> tuple[int, ...]:
     if setup == "pp2":
         return (rng.choice((4, 8)),) * 3
     smallest = 2 if net == "statistics" else 1
-    return (8, rng.choice((8, 5)), 6, rng.choice((8, smallest)))
+    return rng.choice(((8, 8, 8), (8, 8, 6), (8, 8, 5), (8, 8, smallest), (8, 5, 6, smallest)))
 
 
 def _elements(rng: random.Random, is_local: bool) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ class Recipe:
         traits: of the model, that its elements ask for.
         rows: number of rows of each step's batch.
         setup: name of a strategy.
-        compute: "float64", or "bfloat16": a float32 model whose forward runs under autocast.
+        compute: "float64", "float32", or "bfloat16": a float32 model whose forward runs under
+            autocast.
     """
 
     seed: int
@@ -61,7 +62,7 @@ class Recipe:
     rows: tuple[int, ...]
     setup: str
     ranks: int
-    compute: Literal["float64", "bfloat16"] = "float64"
+    compute: Literal["float64", "float32", "bfloat16"] = "float64"
 
     @property
     def name(self) -> str:

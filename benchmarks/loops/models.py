@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WIDTH, LENGTH, OUTPUTS, BLOCKS = 8, 4, 4, 4
+WIDTH, LENGTH, OUTPUTS, BLOCKS = 8, 3, 4, 2
 
 FORMS = ("loss", "rows", "tuple", "dict", "losses")
 """Results of forward: a loss, the rows of a prediction, both in a tuple or a dict, two losses."""
@@ -55,14 +55,14 @@ class Recurrent(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Batch norm over rows, between a layer and its activation."""
+    """Batch norm over rows, behind an activation: before it, some gradients would be rounding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x)).tanh()
+        return self.norm(self.layer(x).tanh())
 
 
 def perceptron() -> nn.Module:
