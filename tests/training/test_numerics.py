@@ -100,6 +100,35 @@ def test_a_backward_is_outside_of_autocast() -> None:
     pair.check_gradients(0.0)
 
 
+class NormedRows(nn.Module):
+    """Batch norm with float32 parameters over rows in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x).tanh())).square().mean()
+
+
+def norm_under_autocast(rank: int, world_size: int) -> None:
+    pair = Pair(NormedRows, dtype=f32, precision="bf16")
+    for seed in range(2):
+        x = torch.randn(8 - seed, 8, generator=torch.Generator().manual_seed(seed))
+        with bf16():
+            loss = pair.plain(x)
+        loss.backward()
+        pair.parallel(x).backward()
+        pair.check_gradients(2**-5)
+        pair.step()
+    pair.check_state(2**-8)
+
+
+def test_batch_norm_under_autocast_on_two_ranks() -> None:
+    run(norm_under_autocast, 2)
+
+
 def scale(rank: int, world_size: int) -> None:
     """An overflow in one rank's part makes all skip the step, as the plain model does."""
     for zero in (0, 3):
