@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, Value, elements
+from autopar.operators.checked import checked
 from autopar.passes.core.collective_ops import value_of
 from autopar.passes.core.node_builder import call, is_view
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, fills_dims, overloads
@@ -368,7 +369,7 @@ def _operand_nodes(node: fx.Node) -> list[fx.Node]:
 
 def _without_casts(node: Any) -> Any:
     """The node that casts and views read; order and number of elements are kept."""
-    while node.target is aten._to_copy.default or is_view(node):
+    while node.target in (aten._to_copy.default, checked) or is_view(node):
         source = node.all_input_nodes[0]
         if source.meta["val"].numel() != node.meta["val"].numel():
             break

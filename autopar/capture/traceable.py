@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from autopar.capture.channels_last import FORMATS
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning
 from autopar.operators.attention import attention_like
+from autopar.operators.checked import checked
+from autopar.operators.ctc import ctc_like, select_like
 from autopar.operators.direct_calls import DIRECT_CALLS
 from autopar.operators.experts import grouped_form
 
@@ -120,7 +123,7 @@ def _corrcoef(x: Tensor) -> Tensor:
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """`torch.bincount` into `minlength` bins; a value beyond them raises an error in the program.
+    """`torch.bincount` into `minlength` bins; a value beyond them is a BatchError in the program.
 
     torch adds bins for larger values, so its result has a data-dependent shape.
     """
@@ -130,7 +133,9 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> T
         weights = torch.ones_like(x, dtype=torch.long)
     elif weights.dtype != torch.float32:
         weights = weights.double()
-    return weights.new_zeros(minlength).scatter_add(0, x.long(), weights.detach())
+    beyond = f"bincount: a value is no bin of the {minlength} that minlength allows"
+    bins = checked(x.long(), (x < 0) | (x >= minlength), beyond)
+    return weights.new_zeros(minlength).scatter_add(0, bins, weights.detach())
 
 
 def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
@@ -140,6 +145,27 @@ def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tens
     pick = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = torch.tensor(list(pick(range(len(x)), r)), dtype=torch.long, device=x.device)
     return x[places.view(-1, r)]
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """`gaussian_nll_loss` with tensors of one shape; its check of variances runs in the program."""
+    if not isinstance(var, Tensor) or var.shape != input.shape:
+        return nn.functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    spread: Tensor = checked(var, var < 0, "gaussian_nll_loss: var has negative entries")
+    with torch.no_grad():
+        spread.clamp_(min=eps)
+    loss = 0.5 * (spread.log() + (input - target) ** 2 / spread)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    reduced = {"mean": loss.mean, "sum": loss.sum}
+    return reduced[reduction]() if reduction in reduced else loss
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
@@ -199,6 +225,10 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount,
     torch.combinations: _combinations,
+    nn.functional.ctc_loss: ctc_like,
+    torch.masked_select: select_like,
+    torch.Tensor.masked_select: select_like,
+    nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

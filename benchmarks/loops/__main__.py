@@ -5,9 +5,9 @@
     python -m benchmarks.loops --seed 3 --single zero3
 
 Each loop trains for three or four steps in float64, or in float32 under autocast to bfloat16.
-Outcomes are "exact" (1e-8; in bfloat16 0.02, or the rounding of the plain loop if it is more),
-"told" (an error of autopar on all ranks, or a warning that numbers differ), "silent", "raw" (any
-other error) and "hung". The exit status is 1 if a loop is silent, raw or hung.
+Outcomes are "exact" (1e-8; in bfloat16 0.02, or thrice the rounding of the plain loop if it is
+more), "told" (an error of autopar on all ranks, or a warning that numbers differ), "silent", "raw"
+(any other error) and "hung". The exit status is 1 if a loop is silent, raw or hung.
 """
 
 from __future__ import annotations

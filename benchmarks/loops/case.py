@@ -113,11 +113,14 @@ def run_case(number: int, recipe: Recipe) -> Case:
 
 
 def tolerance_of(recipe: Recipe) -> float:
-    """The largest relative difference that is rounding, in bfloat16 at least its own."""
+    """The largest relative difference that is rounding.
+
+    In bfloat16 it is thrice what rounding does to the plain loop, where that is more than usual.
+    """
     if recipe.compute == "float64":
         return EXACT
     rounding, _ = max(_differences([train_in_float32(recipe)], train_plain(recipe)))
-    return max(EXACT_BFLOAT16, rounding)
+    return max(EXACT_BFLOAT16, 3 * rounding)
 
 
 def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:

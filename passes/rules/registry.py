@@ -10,6 +10,8 @@ import torch
 
 from autopar._torch import OpOverload
 from autopar.operators import attention as canonical
+from autopar.operators.checked import checked
+from autopar.operators.ctc import ctc_nll, ctc_nll_backward
 from autopar.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.collectives import COLLECTIVE_RULES
 from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims, overloads
@@ -86,6 +88,9 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     "nll_loss_backward nll_loss2d_backward": structured.nll_loss_backward,
     LOSSES: loss_dims(0),
     BACKWARDS: loss_dims(1),
+    (ctc_nll,): structured.ctc,
+    (ctc_nll_backward,): structured.ctc,
+    (checked,): generic.pointwise,
     # embedding
     "embedding": indexing.embedding,
     "embedding_dense_backward": indexing.embedding_backward,

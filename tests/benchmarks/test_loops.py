@@ -1,6 +1,7 @@
 """The benchmark of random loops: its draws, its judgement, and a few loops."""
 
 from dataclasses import replace
+from datetime import date
 
 import pytest
 import torch
@@ -49,3 +50,12 @@ def test_a_loop_beside_one_process(setup: str) -> None:
     elements = ("no_sync", "clip_norm", "evaluate_between", "input_gradient")
     case = run_case(0, replace(SMALL, elements=elements, setup=setup))
     assert case.outcome == "exact", case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6))
+def test_loops_that_nobody_has_seen(number: int) -> None:
+    """Draws of today: whatever day a fault shows, its recipe is in the failure."""
+    seed = date.today().toordinal()
+    case = run_case(number, recipe(seed, number))
+    assert case.outcome in ("exact", "told"), (seed, case)

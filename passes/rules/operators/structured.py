@@ -106,6 +106,14 @@ def nll_loss_backward(operator: Operator) -> list[Loop]:
     ]
 
 
+def ctc(operator: Operator) -> list[Loop]:
+    """Rows: dim 1 of [time, rows, classes], log-probabilities and their gradient; 0 of others."""
+    rows = lambda tensor: 1 if tensor.dim() == 3 else 0  # noqa: E731
+    (result,) = operator.results
+    size = result.shape[rows(result)]
+    return [Loop.over(size, map(rows, operator.operands), [rows(result)])]
+
+
 # -- convolution and pooling -------------------------------------------------------------------
 
 
