@@ -30,6 +30,7 @@ from autopar.runtime.agreement.replicas import Replicas, compare_replicas
 from autopar.runtime.agreement.transforms import check_not_transformed
 from autopar.runtime.agreement.turn import in_turn
 from autopar.runtime.border.border import Border
+from autopar.runtime.border.gradient_hooks import reads_gradients
 from autopar.runtime.border.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.parameters.distribute import is_remote
@@ -281,8 +282,10 @@ class DistributedModule(StatefulModule):
         assert self._executor is not None
         if self._protocol is not None:
             self._context.train_remote(self._protocol.trained_elsewhere)
+        parameters = self._context.index.local.values()
+        holds_back = self._no_sync and not reads_gradients(parameters)
         try:
-            return self._executor.run(shard, self._no_sync)
+            return self._executor.run(shard, holds_back)
         except CaptureError as error:
             self._check_runs(leaves, structure, error)
             raise

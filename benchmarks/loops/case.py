@@ -23,7 +23,7 @@ from tests.harness.training import whole_state
 from tests.harness.worlds import RankError, run
 
 EXACT, EXACT_BFLOAT16 = 1e-8, 0.02
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 
 OUTCOMES = ("exact", "told", "silent", "raw", "hung")
 """Told: an error of autopar, or a warning about other numbers. Raw: any other error."""

@@ -16,6 +16,7 @@ from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
 from autopar.runtime.border.first_derivative import differentiable_once
+from autopar.runtime.border.gradient_hooks import leave_out_hooks
 from autopar.runtime.codegen.program import untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext
@@ -142,7 +143,7 @@ class _PipelineFunction(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.executor, ctx.call, ctx.state = executor, call, state
-        ctx.differentiable = differentiable
+        ctx.differentiable, ctx.operands = differentiable, tensors[:-1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensors[-1])  # what a checkpoint around the model asks for
         outputs = call.run_forward()
@@ -182,6 +183,7 @@ class _PipelineFunction(torch.autograd.Function):
                 found.append(None if gradient is None else context.as_grad_of(key, gradient))
             else:
                 found.append(call.input_gradient(key))
+        leave_out_hooks(ctx.operands, found)
         results: tuple[torch.Tensor | None, ...] = tuple(found)
         if differentiates_again:
             results = differentiable_once(results, "a pipeline has no second derivative")

@@ -24,6 +24,7 @@ from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.ragged import check_collectives, have_all
 from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.first_derivative import differentiable_once
+from autopar.runtime.border.gradient_hooks import leave_out_hooks
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
@@ -318,13 +319,16 @@ class SpmdFunction(torch.autograd.Function):
             try:
                 with call.context.turn:
                     by_key = differentiated(call, tangents, keys)
-                return (None, *map(by_key.get, call.operands))
+                gradients = [by_key.get(key) for key in call.operands]
+                leave_out_hooks(call.operands.values(), gradients)
+                return (None, *gradients)
             except CaptureError as error:
                 why_once = str(error)
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         with call.context.turn, torch.no_grad():
             results = call.run_backward(saved, tangents)
+        leave_out_hooks(call.operands.values(), results)
         return (None, *(differentiable_once(results, why_once) if why_once else results))
 
 
