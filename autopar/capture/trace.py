@@ -13,13 +13,13 @@ import importlib
 import io
 import itertools
 import random
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
@@ -306,7 +306,12 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(_torch.backward_without_autocast())
             stack.enter_context(kernels_before_formulas())
             inputs = tuple(traced.inputs)
-            made = aot_export_joint_with_descriptors(stack, traced, inputs).graph_module
+            made = aot_export_joint_with_descriptors(
+                stack,
+                traced,
+                inputs,
+                decompositions={torch.ops.aten._efficientzerotensor.default: _zeros},
+            ).graph_module
             _torch.forget_code_with(made)
             if traced.sizes is not None:
                 inline_sizes(made.graph)
@@ -322,6 +327,14 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
                 raise
             traced.trace_all_blocks()
     return attempt()
+
+
+_EMPTY_ZEROS = torch.ops.aten._efficientzerotensor.default
+
+
+def _zeros(size: Sequence[int], **options: Any) -> Tensor:
+    """Zeros in place of a tensor without storage, which autograd makes for derivatives of steps."""
+    return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
 
 
 def _random_state() -> tuple[object, ...]:

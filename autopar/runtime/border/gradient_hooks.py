@@ -30,7 +30,7 @@ def leave_out_hooks(
 ) -> None:
     """Makes hooks of tensors without a gradient wait for one; both are in the same order."""
     for tensor, gradient in zip(tensors, gradients, strict=True):
-        hooks = tensor._backward_hooks
+        hooks: dict[int, Any] | None = tensor._backward_hooks
         if gradient is None and hooks:
             for number, hook in hooks.items():
                 if not isinstance(hook, _Present):

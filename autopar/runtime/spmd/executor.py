@@ -319,9 +319,9 @@ class SpmdFunction(torch.autograd.Function):
             try:
                 with call.context.turn:
                     by_key = differentiated(call, tangents, keys)
-                gradients = [by_key.get(key) for key in call.operands]
-                leave_out_hooks(call.operands.values(), gradients)
-                return (None, *gradients)
+                derived = [by_key.get(key) for key in call.operands]
+                leave_out_hooks(call.operands.values(), derived)
+                return (None, *derived)
             except CaptureError as error:
                 why_once = str(error)
         saved = list(ctx.saved_tensors)
