@@ -26,6 +26,7 @@ from autopar.capture.values.compiler_branches import CompilerBranches
 from autopar.capture.values.constant_values import ConstantValues, Reading
 from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
+from autopar.capture.values.norm_statistics import with_kernels_dtypes
 from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.common.containers import Unreturned, flatten, hidden_tensors
 from autopar.common.deadline import check_time
@@ -49,7 +50,8 @@ class TimedFakeMode(_torch.FakeTensorMode):
         check_time()
         if self.random_state and torch.Tag.nondeterministic_seeded in func.tags:
             self._check_random_state()
-        return super().__torch_dispatch__(func, *given, **more)
+        results = super().__torch_dispatch__(func, *given, **more)
+        return with_kernels_dtypes(func, given[1] if len(given) > 1 else (), results)
 
     @contextlib.contextmanager
     def refusing_seeds(self) -> Iterator[None]:

@@ -203,9 +203,7 @@ def _batch_norm(ctx: LoweringContext) -> list[fx.Node | None]:
     args = (x, weight, bias, mean, variance, momentum, eps)
     normalized = ctx.op(aten._native_batch_norm_legit_no_training.default, *args)
     new_buffers = ctx.trace(updated, mean, variance, buffers) if buffers else []
-    (output,) = ctx.as_results(ctx.op(getitem, normalized, 0))
-    # kernels keep statistics in float32 for bfloat16 rows, whatever dtype the fake results have
-    return [output, mean, inverse, *new_buffers]
+    return ctx.as_results(ctx.op(getitem, normalized, 0), mean, inverse, *new_buffers)
 
 
 def _rows_backward(operator: Operator) -> list[Loop]:
@@ -224,7 +222,6 @@ def _batch_norm_backward(ctx: LoweringContext) -> list[fx.Node | None]:
     section 3.
     """
     dy, x, weight, _, _, mean, inverse, _, eps, mask = ctx.arguments.args
-    mean, inverse = ctx.upcast(mean), ctx.upcast(inverse)
     whole = ctx.operator.operands[1]
     fraction = whole.shape[1] / whole.numel()
     shape = [1, -1] + [1] * (whole.dim() - 2)
