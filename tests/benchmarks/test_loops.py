@@ -52,6 +52,20 @@ def test_a_loop_beside_one_process(setup: str) -> None:
     assert case.outcome == "exact", case
 
 
+MENDED = {
+    "derivative of a step": ("losses", "ddp-local", ("curvature_of_parameters",)),
+    "hooks of one loss": ("losses", "ddp", ("both_in_turn", "norm_hook")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDED)
+def test_loops_that_failed_once(name: str) -> None:
+    form, setup, elements = MENDED[name]
+    case = run_case(0, replace(SMALL, form=form, setup=setup, elements=elements))
+    assert case.outcome == "exact", case
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(6))
 def test_loops_that_nobody_has_seen(number: int) -> None:

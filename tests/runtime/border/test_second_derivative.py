@@ -61,7 +61,7 @@ class Statistics(nn.Module):
 
 
 class Stopped(nn.Module):
-    """A forward with its own gradients: detached values, a step, a backward of its own, a hook."""
+    """A forward with its own gradients: detached values, a backward of its own, a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Stopped(nn.Module):
         z = self.first(x).tanh()
         with torch.no_grad():
             weight = z.square().mean(1, keepdim=True)
-        y = z * weight + z.detach() * z + Cube.apply(z) + z.abs()
+        y = z * weight + z.detach() * z + Cube.apply(z)
         if y.requires_grad:
             y.register_hook(lambda gradient: 0.5 * gradient)
         return self.second(y).square().mean()
