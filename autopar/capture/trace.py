@@ -310,7 +310,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
                 stack,
                 traced,
                 inputs,
-                decompositions={torch.ops.aten._efficientzerotensor.default: _zeros},
+                decompositions=_DECOMPOSITIONS,
             ).graph_module
             _torch.forget_code_with(made)
             if traced.sizes is not None:
@@ -329,12 +329,12 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
     return attempt()
 
 
-_EMPTY_ZEROS = torch.ops.aten._efficientzerotensor.default
-
-
 def _zeros(size: Sequence[int], **options: Any) -> Tensor:
     """Zeros in place of a tensor without storage, which autograd makes for derivatives of steps."""
     return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
+
+
+_DECOMPOSITIONS = {torch.ops.aten._efficientzerotensor.default: _zeros}
 
 
 def _random_state() -> tuple[object, ...]:
