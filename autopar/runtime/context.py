@@ -50,7 +50,7 @@ from autopar.runtime.agreement.consensus import (
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
 from autopar.runtime.agreement.turn import Turn
-from autopar.runtime.border.held_gradients import HeldGradients
+from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.codegen.surroundings import apart_from_hooks
@@ -424,6 +424,7 @@ class ExecutionContext:
 
     def hold(self, name: str, gradient: torch.Tensor) -> None:
         """Holds back this rank's gradient of a parameter."""
+        self.held_gradients.mesh = mesh_of_plain_sums(self.plan, self.mesh)
         self.held_gradients.add(name, self.index.parameters[name], gradient)
 
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:

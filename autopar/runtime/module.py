@@ -134,8 +134,8 @@ class DistributedModule(StatefulModule):
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients of calls inside unreduced; the next call outside adds and reduces them.
 
-        `zero_grad` discards them. Reading a gradient that is held back, or stepping by it, raises
-        StrategyError.
+        `zero_grad` discards them. Where all ranks read one, or step by it, all are reduced; under
+        pipelines, cp, ep and compression that raises StrategyError.
         """
         before, self._no_sync = self._no_sync, self._options.dp_size > 1
         try:

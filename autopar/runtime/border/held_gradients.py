@@ -2,22 +2,29 @@
 
 Each is its parameter's `.grad` meanwhile, as under DistributedDataParallel. So it is discarded as
 any gradient is: by `zero_grad` of a model or an optimizer, or by `p.grad = None`. It has no value
-of all ranks yet, so reading it is an error.
+of all ranks yet: where one is read, or stepped by, all ranks reduce all of them. So an epoch may
+end in a window that is cut short. Under plans that reduce in other ways it is an error.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar._torch import empty_subclass, pytree
 from autopar.errors import StrategyError
+from autopar.report.plan import Plan
+from autopar.runtime.agreement.consensus import agree_on
 from autopar.runtime.border.closures import after_gradients
+from autopar.runtime.parameters.sharded import in_layout_of
 
 aten = torch.ops.aten
 
@@ -27,13 +34,15 @@ class _Held:
     """The gradient of a parameter while a part of it is held back.
 
     Attributes:
-        own: sum of this rank's gradients of calls inside `no_sync`, None once discarded.
+        own: sum of this rank's gradients of calls inside `no_sync`, None once discarded or reduced.
         reduced: the gradient of all ranks from other calls and losses, if any.
+        holder: holds it back, beside others.
     """
 
     parameter: nn.Parameter
     own: torch.Tensor | None
     reduced: torch.Tensor | None
+    holder: HeldGradients
 
     @property
     def is_current(self) -> bool:
@@ -41,12 +50,7 @@ class _Held:
 
     def read(self) -> torch.Tensor:
         if self.own is not None:
-            raise StrategyError(
-                "a gradient is read or stepped by, of which each rank holds back its own part: "
-                "its last backward ran inside of no_sync(). Make the last call of a window outside "
-                "of no_sync(), which adds and reduces what is held back, or discard it by "
-                "zero_grad()."
-            )
+            self.holder.reduce()
         assert self.reduced is not None
         return self.reduced
 
@@ -107,8 +111,13 @@ def _read(value: Any) -> Any:
 
 @dataclass
 class HeldGradients:
-    """The gradients that this rank holds back, by name of the parameter."""
+    """The gradients that this rank holds back, by name of the parameter.
 
+    Attributes:
+        mesh: the ranks of the plan; None where only a call reduces gradients.
+    """
+
+    mesh: DeviceMesh | None = None
     _held: dict[str, _Held] = field(default_factory=dict)
 
     @property
@@ -125,8 +134,33 @@ class HeldGradients:
             return
         _refuse_steps()
         # programs expect these strides
-        self._held[name] = made = _Held(parameter, gradient.contiguous(), parameter.grad)
+        self._held[name] = made = _Held(parameter, gradient.contiguous(), parameter.grad, self)
         parameter.grad = HeldGradient(made)
+
+    def reduce(self) -> None:
+        """Makes all of them gradients of all ranks; every rank does so at once.
+
+        Raises:
+            StrategyError: the plan does not sum gradients as they are.
+            DisagreementError: ranks hold back others, or another rank does something else.
+        """
+        if self.mesh is None:
+            raise StrategyError(
+                "a gradient is read or stepped by, of which each rank holds back its own part: "
+                "its last backward ran inside of no_sync(). Make the last call of a window outside "
+                "of no_sync(), which adds and reduces what is held back, or discard it by "
+                "zero_grad()."
+            )
+        names = ", ".join(self.names)
+        agree_on("reads gradients that no_sync() held back", "hold back other gradients", names)
+        with torch.no_grad():
+            for name in self.names:
+                held = self._held.pop(name)
+                assert held.own is not None
+                total = sum_over_data_axes(held.own, held.parameter, self.mesh)
+                held.own, before = None, held.reduced
+                held.reduced = total if before is None else before + total
+                held.parameter.grad = held.reduced
 
     def take(self, name: str) -> torch.Tensor | None:
         """A gradient that no longer is held back; None if there is none, or it was discarded."""
@@ -152,3 +186,37 @@ def _check_gradients(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(parameter.grad, HeldGradient):
                 parameter.grad._held.read()
+
+
+def mesh_of_plain_sums(plan: Plan | None, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh, if gradients are sums over its data axes and nothing else."""
+    if plan is None or mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    others = [name for name in names if name != "tp" and not name.startswith("dp")]
+    is_other_sum = any(plan.compressions.reduce) or plan.local_steps or plan.row_shares
+    is_elsewhere = plan.offload_parameters or plan.batch_semantics == "local"
+    return None if others or is_other_sum or is_elsewhere else mesh
+
+
+def sum_over_data_axes(
+    part: torch.Tensor, parameter: torch.Tensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """The sum of a gradient over the ranks with other rows, in the layout of its parameter.
+
+    The addend `part` is whole along the data axes, and local along the others.
+    """
+    wanted: Sequence[Placement] = [Replicate()] * mesh.ndim
+    if isinstance(parameter, DTensor):
+        wanted, mesh = parameter.placements, parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    is_data = [name.startswith("dp") for name in names]
+    parts, sums = (
+        [other if flag else place for flag, place in zip(is_data, wanted, strict=True)]
+        for other in (Partial(), Replicate())
+    )
+    shape, stride = parameter.shape, parameter.stride()
+    given = DTensor.from_local(part, mesh, parts, run_check=False, shape=shape, stride=stride)
+    # the sum first: gloo has no uneven reduce-scatter
+    total = given.redistribute(placements=sums).redistribute(placements=wanted)
+    return in_layout_of(parameter, total.to_local())

@@ -9,13 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.errors import StrategyError
+from autopar.errors import DisagreementError, StrategyError
 from tests.harness.worlds import run
 
-STRATEGIES = {"ddp": {"zero": 0}, "zero3": {"zero": 3}, "pp": {"pp": 2, "micro_batches": 2}}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"zero": 0},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "hybrid": {"zero": 3, "dp_shard": 2},
+    "tp": {"zero": 3, "tp": 2},
+    "pp": {"pp": 2, "micro_batches": 2},
+}
 
 
 class Regression(nn.Module):
@@ -116,26 +122,65 @@ def test_zero_grad_discards_them_in_pipelines() -> None:
     run(partial(give_up, ("pp",)), 4)
 
 
-def step_by_them(rank: int, world_size: int) -> None:
-    for strategy in ("ddp", "zero3", "fallback"):
-        model = compiled(Regression(strategy != "fallback").double(), strategy, world_size)
-        optimizer = torch.optim.AdamW(model.parameters())
-        with model.no_sync():
-            model(*batch(0)).backward()
-        with pytest.raises(StrategyError, match=r"outside of no_sync\(\)"):
-            optimizer.step()
-        with pytest.raises(StrategyError, match=r"outside of no_sync\(\)"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert not optimizer.state
-        model(*batch(0)).backward()
-        gradient = next(iter(model.parameters())).grad
-        assert gradient is not None
-        assert isinstance(gradient, DTensor) == (strategy != "ddp")
+def leave_over(model: Any, is_compiled: bool) -> None:
+    """Windows that an epoch's end cuts short; gradients are clipped, or stepped by as they are."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    hold = model.no_sync if is_compiled else torch.enable_grad
+    for step in range(4):
+        if step == 2:
+            model(*batch(step)).backward()  # is reduced already
+        with hold():
+            for seed in range(step % 2 + 1):
+                model(*batch(10 * step + seed)).backward()
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=step < 2)
 
 
-def test_steps_by_them_are_refused() -> None:
-    run(step_by_them, 2)
+def left_over(strategies: tuple[str, ...], rank: int, world_size: int) -> None:
+    for strategy in strategies:
+        train_both(leave_over, strategy, world_size)
+
+
+def test_steps_by_them_reduce_them() -> None:
+    run(partial(left_over, ("ddp", "zero3")), 2)
+
+
+@pytest.mark.slow
+def test_steps_by_them_reduce_them_on_several_axes() -> None:
+    run(partial(left_over, ("zero2", "hybrid", "tp")), 4)
+
+
+def other_steps(rank: int, world_size: int) -> None:
+    model = compiled(Regression().double(), "ddp", world_size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(*batch(0)).backward()
+    with pytest.raises(DisagreementError):
+        optimizer.step() if rank else model(*batch(0))
+
+
+def test_a_step_by_them_on_some_ranks_is_an_error() -> None:
+    run(other_steps, 2)
+
+
+def refused(rank: int, world_size: int) -> None:
+    model = compiled(Regression(False).double(), "fallback", world_size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(*batch(0)).backward()
+    with pytest.raises(StrategyError, match=r"outside of no_sync\(\)"):
+        optimizer.step()
+    with pytest.raises(StrategyError, match=r"outside of no_sync\(\)"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert not optimizer.state
+    model(*batch(0)).backward()
+    optimizer.step()
+
+
+def test_steps_by_them_are_refused_by_the_fallback() -> None:
+    run(refused, 2)
 
 
 def add_beside(rank: int, world_size: int) -> None:
@@ -175,12 +220,18 @@ def train_by_closures(model: Any, is_compiled: bool) -> None:
         optimizer.zero_grad()
 
 
+def held_back_to_the_step(model: Any, is_compiled: bool) -> None:
+    with model.no_sync() if is_compiled else torch.enable_grad():
+        train_by_closures(model, False)
+
+
 def step_by_closures(rank: int, world_size: int) -> None:
-    for strategy in ("ddp", "zero3", "fallback"):
-        parallel = train_both(train_by_closures, strategy, world_size)
-        message = "each rank holds back its own part"
-        with pytest.raises(StrategyError, match=message), parallel.no_sync():
-            train_by_closures(parallel, False)
+    for strategy in ("ddp", "zero3"):
+        train_both(train_by_closures, strategy, world_size)
+        train_both(held_back_to_the_step, strategy, world_size)
+    parallel = train_both(train_by_closures, "fallback", world_size)
+    with pytest.raises(StrategyError, match="each rank holds back its own part"):
+        held_back_to_the_step(parallel, True)
 
 
 def test_closures_reduce_them() -> None:
