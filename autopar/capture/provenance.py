@@ -22,6 +22,7 @@ from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
 from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.capture.values.pure_calls import tensors_in
+from autopar.capture.values.raising_branches import RaisingBranches
 from autopar.capture.values.real_tensors import RealTensors, explaining_writes
 from autopar.ir.graph import ParameterInfo
 from autopar.operators.attention import SDPA
@@ -49,8 +50,10 @@ class Annotate(TorchFunctionMode):
         constants: ConstantValues,
         parameters: ParameterReads,
         executed: ExecutedCode,
+        raising: RaisingBranches,
     ) -> None:
         super().__init__()
+        self.raising = raising
         self.parameters, self.executed = parameters, executed
         self.known, self.constants, self.real = known, constants, RealTensors()
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -92,6 +95,8 @@ class Annotate(TorchFunctionMode):
             return found[0]
         if (found := self.constants.read(func, args, kwargs)) is not None:
             return found[0]
+        if (found := self.raising.read(func, args, sys._getframe(1))) is not None:
+            return found[0]
         self.real.meet(given := tensors_in((args, kwargs)))
         note = {"source": user_position(sys._getframe(1)), "module": self.module}
         fx_traceback.get_current_meta()["custom"] = note
@@ -102,6 +107,8 @@ class Annotate(TorchFunctionMode):
         try:
             with explaining_writes():
                 result = form(*args, **kwargs)
+            if not any(result is each for each in given):  # changed in place
+                result = self.raising.check_in(result)
         finally:
             self.executed.resume()
         self.real.check(given, result, user_position(sys._getframe(1)))

@@ -28,6 +28,7 @@ from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
 from autopar.capture.values.norm_statistics import with_kernels_dtypes
 from autopar.capture.values.parameter_reads import ParameterReads
+from autopar.capture.values.raising_branches import RaisingBranches
 from autopar.common.containers import Unreturned, flatten, hidden_tensors
 from autopar.common.deadline import check_time
 from autopar.errors import CaptureError
@@ -196,7 +197,8 @@ class TracedCall(nn.Module):
             known_values = KnownValues(self.known.values())
             executed = ExecutedCode()
             parameters = ParameterReads(known, self.infos)
-            annotate = Annotate(model, known_values, constants, parameters, executed)
+            raising = RaisingBranches()
+            annotate = Annotate(model, known_values, constants, parameters, executed, raising)
             if self.call.derivatives:  # fused attention has one derivative
                 annotate.is_dense = True
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -223,7 +225,8 @@ class TracedCall(nn.Module):
         self.search.add_executed(executed.globals)
         self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
         given = (*known.values(), *tensors)
-        return (*self._outputs_of(result, given), *(state[name].detach() for name in self.rebound))
+        outputs = raising.check_outputs(self._outputs_of(result, given))
+        return (*outputs, *(state[name].detach() for name in self.rebound))
 
     def reads(self) -> tuple[Attribute, ...]:
         """Attributes that the graph depends on, for all blocks that share a trace."""

@@ -1,0 +1,109 @@
+"""`RaisingBranches`: conditions on values of tensors, of which one answer raises an error.
+
+    if labels.max() >= self.vocabulary:
+        raise ValueError(...)
+
+A trace knows no values. It goes on as if nothing was raised, and its program checks the condition.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import linecache
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor
+
+from autopar.errors import CaptureError
+from autopar.operators.checked import checked
+
+_OTHER_WORK = ("STORE_", "RETURN_", "YIELD_", "DELETE_", "IMPORT_")
+"""Operations that do more than make an error."""
+
+
+class RaisingBranches:
+    """The conditions of one trace.
+
+    Attributes:
+        failures: 0-dim tensors that are true where forward raises, with what to say.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[Tensor, str]] = []
+
+    def read(
+        self, func: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
+    ) -> tuple[bool] | None:
+        """The answer that does not raise, in a tuple; None where both or none do."""
+        if func is Tensor.item and frame.f_code.co_name == "__bool__" and frame.f_back:
+            frame = frame.f_back  # a functional tensor answers by its item
+        elif func is not Tensor.__bool__:
+            return None
+        if args[0].numel() != 1:
+            return None
+        raising = _raising_answer(frame.f_code, frame.f_lasti)
+        if raising is None:
+            return None
+        holds = args[0].detach().reshape(()).bool()
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        text = f"forward raises an error at {file}:{line}: {linecache.getline(file, line).strip()}"
+        self.failures.append((holds if raising else holds.logical_not(), text))
+        return (not raising,)
+
+    def check_in(self, result: Any) -> Any:
+        """The result of forward's next function, which comes with the checks so far.
+
+        So they precede what is computed from it. Views and results of other kinds wait for more.
+        """
+        if not self.failures or not isinstance(result, Tensor) or result._is_view():
+            return result
+        failures, self.failures = self.failures, []
+        for fails, text in failures:
+            result = checked(result, fails, text)
+        return result
+
+    def check_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs, of which the first comes with the checks that nothing followed."""
+        if not self.failures:
+            return list(outputs)
+        if not outputs:
+            raise CaptureError("forward may raise an error, and returns no tensor to check first")
+        first, *others = outputs
+        return [self.check_in(first.clone()), *others]
+
+
+@functools.lru_cache(maxsize=1024)
+def _raising_answer(code: CodeType, offset: int) -> bool | None:
+    """The answer to the condition at an offset of bytecode after which nothing but an error comes.
+
+    None if there is no condition, or if what follows a false or true one may go on.
+    """
+    instructions = [each for each in dis.get_instructions(code) if each.offset >= offset]
+    if instructions and instructions[0].opname == "TO_BOOL":  # from Python 3.13 on
+        del instructions[0]
+    if not instructions or "POP_JUMP" not in instructions[0].opname:
+        return None
+    jump, *following = instructions
+    if not jump.opname.endswith(("IF_FALSE", "IF_TRUE")):
+        return None
+    answer_that_jumps = jump.opname.endswith("IF_TRUE")
+    target = (each for each in following if each.offset >= jump.argval)
+    raises_there, raises_here = _only_raises(target), _only_raises(following)
+    if raises_there == raises_here:
+        return None
+    return answer_that_jumps if raises_there else not answer_that_jumps
+
+
+def _only_raises(instructions: Iterable[dis.Instruction]) -> bool:
+    """Whether these make an error and raise it, and do nothing else."""
+    for each in instructions:
+        if each.opname == "RAISE_VARARGS":
+            return True
+        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+            return False
+        if each.opname.startswith(_OTHER_WORK):
+            return False
+    return False
