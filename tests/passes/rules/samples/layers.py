@@ -8,6 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from autopar.operators import attention
+from autopar.operators.checked import checked
+from autopar.operators.ctc import ctc_nll, ctc_nll_backward
 from autopar.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.loops import overloads
 from autopar.passes.rules.lowerings.losses import BACKWARDS, LOSSES
@@ -28,6 +30,33 @@ def products_of_experts(d: Draw) -> tuple[Any, ...]:
 def outer_products_of_experts(d: Draw) -> tuple[Any, ...]:
     rows, experts, k, n = d.size(), d.size(), d.size(), d.size()
     return (d.rand(rows, k), d.rand(rows, n), d.randint(experts + 1, rows), experts)
+
+
+# -- checks, connectionist temporal classification ----------------------------------------------
+
+
+@sample(checked)
+def never_fails(d: Draw) -> tuple[Any, ...]:
+    shape = d.sizes()
+    fails = torch.zeros(shape if d.flag() else [], dtype=torch.bool)
+    return (d.rand(*shape), fails, "")
+
+
+@sample(ctc_nll)
+def classification_in_time(d: Draw) -> tuple[Any, ...]:
+    rows, labels, classes = d.size(), d.size(), d.size() + 1
+    time = 2 * labels + 1  # enough for any repetition
+    targets = d.randint(classes - 1, rows, labels) + 1
+    mask = d.randint(2, rows, labels) == 1 if d.flag() else None
+    lengths = d.randint(labels + 1, rows) if mask is None else mask.sum(1)
+    scores = d.rand(time, rows, classes).log_softmax(-1)
+    return (scores, targets, mask, torch.full((rows,), time), lengths, 0, d.flag())
+
+
+@sample(ctc_nll_backward)
+def classification_in_time_backward(d: Draw) -> tuple[Any, ...]:
+    scores, *call = classification_in_time(d)
+    return (d.rand(scores.shape[1]), scores, *call)
 
 
 # -- norms, losses, embedding ------------------------------------------------------------------
