@@ -161,9 +161,9 @@ def train_on_rank(rank: int, world_size: int, recipe: Recipe, setup: str) -> Ans
 
 
 def _on_this_rank(trained: Trained) -> Trained:
-    """Gathered state; parameters on the meta device belong to another stage."""
-    present = {n: t for n, t in trained.state.items() if not t.is_meta}
-    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in present.items()}
+    """Gathered state."""
+    pairs = trained.state.items()
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in pairs}
     return Trained(trained.losses, {n: t.detach().clone() for n, t in state.items()})
 
 

@@ -169,6 +169,8 @@ def train(
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                continue  # lives on another stage of a pipeline
             if noise == 0.0 and type(parameter.grad) is Tensor and parameter.grad.numel():
                 largest = parameter.grad.abs().max().item()
                 gradients[name] = max(largest, gradients.get(name, 0.0))
@@ -176,7 +178,8 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = dict(model.named_parameters()) | dict(model.named_buffers())
-    return Trained(losses, {n: t.detach().clone() for n, t in state.items()}, gradients)
+    values = {n: t.detach().clone() for n, t in state.items() if not t.is_meta}
+    return Trained(losses, values, gradients)
 
 
 def batch_of(recipe: Recipe, step: int, share: tuple[int, int]) -> Any:
