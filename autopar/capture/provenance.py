@@ -107,8 +107,7 @@ class Annotate(TorchFunctionMode):
         try:
             with explaining_writes():
                 result = form(*args, **kwargs)
-            if not any(result is each for each in given):  # changed in place
-                result = self.raising.check_in(result)
+            result = self.raising.check_in(result, given)
         finally:
             self.executed.resume()
         self.real.check(given, result, user_position(sys._getframe(1)))

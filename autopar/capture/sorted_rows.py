@@ -368,7 +368,7 @@ def _operand_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _without_casts(node: Any) -> Any:
-    """The node that casts and views read; order and number of elements are kept."""
+    """The node that casts, checks and views read; order and number of elements are kept."""
     while node.target in (aten._to_copy.default, checked) or is_view(node):
         source = node.all_input_nodes[0]
         if source.meta["val"].numel() != node.meta["val"].numel():

@@ -306,16 +306,13 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(_torch.backward_without_autocast())
             stack.enter_context(kernels_before_formulas())
             inputs = tuple(traced.inputs)
-            made = aot_export_joint_with_descriptors(
-                stack,
-                traced,
-                inputs,
-                decompositions=_DECOMPOSITIONS,
+            joint = aot_export_joint_with_descriptors(
+                stack, traced, inputs, decompositions=_DECOMPOSITIONS
             ).graph_module
-            _torch.forget_code_with(made)
+            _torch.forget_code_with(joint)
             if traced.sizes is not None:
-                inline_sizes(made.graph)
-            return made
+                inline_sizes(joint.graph)
+            return joint
 
     if traced.repeats.kinds:
         try:

@@ -156,7 +156,8 @@ def _gaussian_nll_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """`gaussian_nll_loss` with tensors of one shape; its check of variances runs in the program."""
-    if not isinstance(var, Tensor) or var.shape != input.shape:
+    is_reduction = reduction in ("none", "mean", "sum")
+    if not is_reduction or not isinstance(var, Tensor) or var.shape != input.shape:
         return nn.functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
     spread: Tensor = checked(var, var < 0, "gaussian_nll_loss: var has negative entries")
     with torch.no_grad():
@@ -164,8 +165,9 @@ def _gaussian_nll_loss(
     loss = 0.5 * (spread.log() + (input - target) ** 2 / spread)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    reduced = {"mean": loss.mean, "sum": loss.sum}
-    return reduced[reduction]() if reduction in reduced else loss
+    if reduction == "mean":
+        return loss.mean()
+    return loss.sum() if reduction == "sum" else loss
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:

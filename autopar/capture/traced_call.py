@@ -47,12 +47,12 @@ class TimedFakeMode(_torch.FakeTensorMode):
 
     random_state = b""
 
-    def __torch_dispatch__(self, func: Any, *given: Any, **more: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         check_time()
         if self.random_state and torch.Tag.nondeterministic_seeded in func.tags:
             self._check_random_state()
-        results = super().__torch_dispatch__(func, *given, **more)
-        return with_kernels_dtypes(func, given[1] if len(given) > 1 else (), results)
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        return with_kernels_dtypes(func, args, results)
 
     @contextlib.contextmanager
     def refusing_seeds(self) -> Iterator[None]:

@@ -65,12 +65,7 @@ class Selection:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_selection = lambda x: isinstance(x, cls)  # noqa: E731
-        args, kwargs = pytree.tree_map(
-            lambda x: x.tensor() if is_selection(x) else x,
-            (args, kwargs or {}),
-            is_leaf=is_selection,
-        )
+        args, kwargs = pytree.tree_map_only(cls, cls.tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -106,7 +101,8 @@ def ctc_like(
     """`ctc_loss` by `ctc_nll` where each row has its own targets."""
     mask = targets.mask if isinstance(targets, Selection) else None
     labels = targets.source if isinstance(targets, Selection) else targets
-    if log_probs.dim() != 3 or labels.dim() != 2:
+    has_rows = log_probs.dim() == 3 and labels.dim() == 2
+    if not has_rows or reduction not in ("none", "mean", "sum"):
         options = (input_lengths, target_lengths, blank, reduction, zero_infinity)
         return nn.functional.ctc_loss(log_probs, targets, *options)
     if log_probs.dtype in (torch.float16, torch.bfloat16):
@@ -144,7 +140,7 @@ def _labels(targets: Tensor, mask: Tensor | None, lengths: Tensor) -> Tensor:
             f"{mask.sum(1).tolist()} targets of the rows, and other target_lengths: "
             f"{lengths.tolist()}. Give targets as [rows, labels]"
         )
-    order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     return targets.long().gather(1, order)
 
 
@@ -159,6 +155,7 @@ def _run_backward(
 ) -> Tensor:
     labels = _labels(targets, mask, options[1])
     *lengths, blank, zero_infinity = options
+    # computed again: the size of the second depends on values, so no program can keep it
     results = aten._ctc_loss.Tensor(log_probs, labels, *options)
     result: Tensor = aten._ctc_loss_backward.Tensor(
         gradient.contiguous(), log_probs, labels, *lengths, *results, blank, zero_infinity

@@ -104,7 +104,8 @@ def run_case(number: int, recipe: Recipe) -> Case:
     outcome: dict[str, Any]
     try:
         answers = run(train_on_rank, recipe.ranks, timeout=TIMEOUT_S, recipe=recipe)
-        outcome = judge(answers, train_plain(recipe), tolerance_of(recipe))
+        plain = train_plain(recipe)
+        outcome = judge(answers, plain, tolerance_of(recipe, plain))
     except RankError as error:
         is_late = any("timed out" in e or "busy" in e for e in error.errors.values())
         outcome = {"outcome": "hung" if is_late else "raw", "message": str(error)[-3000:]}
@@ -112,14 +113,14 @@ def run_case(number: int, recipe: Recipe) -> Case:
     return Case(number, asdict(recipe), recipe.name, seconds=seconds, **outcome)
 
 
-def tolerance_of(recipe: Recipe) -> float:
+def tolerance_of(recipe: Recipe, plain: Observed) -> float:
     """The largest relative difference that is rounding.
 
     In bfloat16 it is thrice what rounding does to the plain loop, where that is more than usual.
     """
     if recipe.compute == "float64":
         return EXACT
-    rounding, _ = max(_differences([train_in_float32(recipe)], train_plain(recipe)))
+    rounding, _ = max(_differences([train_in_float32(recipe)], plain))
     return max(EXACT_BFLOAT16, 3 * rounding)
 
 

@@ -14,7 +14,6 @@ from math import lcm
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
@@ -22,6 +21,7 @@ from benchmarks.report import outcome_counts
 from benchmarks.truth.draw import train_plain
 from benchmarks.truth.inputs import ROW_NUMBERS
 from benchmarks.truth.recipe import Recipe, Trained, batch_of, deviation, train
+from tests.harness.training import whole
 from tests.harness.worlds import RankError, run
 
 EXACT = 1e-9
@@ -162,9 +162,7 @@ def train_on_rank(rank: int, world_size: int, recipe: Recipe, setup: str) -> Ans
 
 def _on_this_rank(trained: Trained) -> Trained:
     """Gathered state."""
-    pairs = trained.state.items()
-    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in pairs}
-    return Trained(trained.losses, {n: t.detach().clone() for n, t in state.items()})
+    return Trained(trained.losses, {name: whole(t) for name, t in trained.state.items()})
 
 
 def _reports(warning: warnings.WarningMessage) -> bool:

@@ -169,8 +169,8 @@ def train(
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:
-                continue  # lives on another stage of a pipeline
+            if parameter.is_meta:  # reading a gradient of another stage is an error
+                continue
             if noise == 0.0 and type(parameter.grad) is Tensor and parameter.grad.numel():
                 largest = parameter.grad.abs().max().item()
                 gradients[name] = max(largest, gradients.get(name, 0.0))

@@ -88,8 +88,7 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     "nll_loss_backward nll_loss2d_backward": structured.nll_loss_backward,
     LOSSES: loss_dims(0),
     BACKWARDS: loss_dims(1),
-    (ctc_nll,): structured.ctc,
-    (ctc_nll_backward,): structured.ctc,
+    (ctc_nll, ctc_nll_backward): structured.ctc,
     (checked,): generic.pointwise,
     # embedding
     "embedding": indexing.embedding,

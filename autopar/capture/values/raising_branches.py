@@ -53,17 +53,17 @@ class RaisingBranches:
         self.failures.append((holds if raising else holds.logical_not(), text))
         return (not raising,)
 
-    def check_in(self, result: Any) -> Any:
+    def check_in(self, result: Any, arguments: Iterable[Tensor]) -> Any:
         """The result of forward's next function, which comes with the checks so far.
 
-        So they precede what is computed from it. Views and results of other kinds wait for more.
+        So they precede what is computed from it. Views, arguments changed in place and results of
+        other kinds wait for more.
         """
         if not self.failures or not isinstance(result, Tensor) or result._is_view():
             return result
-        failures, self.failures = self.failures, []
-        for fails, text in failures:
-            result = checked(result, fails, text)
-        return result
+        if any(result is each for each in arguments):
+            return result
+        return self._checked(result)
 
     def check_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, of which the first comes with the checks that nothing followed."""
@@ -72,7 +72,13 @@ class RaisingBranches:
         if not outputs:
             raise CaptureError("forward may raise an error, and returns no tensor to check first")
         first, *others = outputs
-        return [self.check_in(first.clone()), *others]
+        return [self._checked(first), *others]
+
+    def _checked(self, x: Tensor) -> Tensor:
+        failures, self.failures = self.failures, []
+        for fails, text in failures:
+            x = checked(x, fails, text)
+        return x
 
 
 @functools.lru_cache(maxsize=1024)

@@ -33,15 +33,6 @@ def assert_same_across_ranks(values: Mapping[str, object], advice: str) -> None:
     _open_channel().exchange(f"compares its {', '.join(values)}", entries)
 
 
-def agree_on(event: str, name: str, value: object) -> None:
-    """Raises DisagreementError on every rank if a value differs, or a rank does something else.
-
-    Texts are verb and object: an `event` "reads gradients", a `name` "hold other gradients".
-    """
-    if is_multi_rank():
-        _open_channel().exchange(event, [Entry(name, value)])
-
-
 def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     """Rank 0's decision, on every rank; its error is raised on every rank too."""
     return broadcast_object(0, decide)

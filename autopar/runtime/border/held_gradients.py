@@ -21,8 +21,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar._torch import empty_subclass, pytree
 from autopar.errors import StrategyError
+from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import agree_on
+from autopar.runtime.agreement.consensus import assert_same_across_ranks
 from autopar.runtime.border.closures import after_gradients
 from autopar.runtime.parameters.sharded import in_layout_of
 
@@ -69,7 +70,7 @@ class _Held:
 
 
 class HeldGradient(torch.Tensor):
-    """The `.grad` of a parameter whose gradient is held back; only to discard, not to read."""
+    """The `.grad` of a parameter whose gradient is held back: to discard, or to reduce and read."""
 
     _held: _Held
 
@@ -132,7 +133,7 @@ class HeldGradients:
             assert held.own is not None
             held.own += gradient
             return
-        _refuse_steps()
+        _reduce_before_steps()
         # programs expect these strides
         self._held[name] = made = _Held(parameter, gradient.contiguous(), parameter.grad, self)
         parameter.grad = HeldGradient(made)
@@ -151,16 +152,18 @@ class HeldGradients:
                 "of no_sync(), which adds and reduces what is held back, or discard it by "
                 "zero_grad()."
             )
-        names = ", ".join(self.names)
-        agree_on("reads gradients that no_sync() held back", "hold back other gradients", names)
+        names = self.names
+        assert_same_across_ranks(
+            {"list of gradients to read that no_sync() held back": ", ".join(names)},
+            "Read gradients, and make steps, on all ranks at once.",
+        )
         with torch.no_grad():
-            for name in self.names:
+            for name in names:
                 held = self._held.pop(name)
                 assert held.own is not None
                 total = sum_over_data_axes(held.own, held.parameter, self.mesh)
-                held.own, before = None, held.reduced
-                held.reduced = total if before is None else before + total
-                held.parameter.grad = held.reduced
+                held.reduced = total if held.reduced is None else held.reduced + total
+                held.parameter.grad, held.own = held.reduced, None
 
     def take(self, name: str) -> torch.Tensor | None:
         """A gradient that no longer is held back; None if there is none, or it was discarded."""
@@ -172,20 +175,24 @@ class HeldGradients:
 
 
 @functools.cache
-def _refuse_steps() -> None:
-    """Makes steps raise while gradients of their parameters are held back, from now on."""
-    register_optimizer_step_pre_hook(_check_step)
+def _reduce_before_steps() -> None:
+    """Makes steps reduce gradients of their parameters that are held back, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    return after_gradients(args, kwargs, functools.partial(_check_gradients, optimizer))
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    return after_gradients(args, kwargs, functools.partial(_reduce_gradients, optimizer))
 
 
-def _check_gradients(optimizer: Optimizer) -> None:
+def _reduce_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter.grad, HeldGradient):
                 parameter.grad._held.read()
+
+
+def _is_data(axis: str) -> bool:
+    return axis in (DATA_AXIS, *DATA_STORAGE_AXES)
 
 
 def mesh_of_plain_sums(plan: Plan | None, mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -193,7 +200,7 @@ def mesh_of_plain_sums(plan: Plan | None, mesh: DeviceMesh | None) -> DeviceMesh
     if plan is None or mesh is None:
         return None
     names = mesh.mesh_dim_names or ()
-    others = [name for name in names if name != "tp" and not name.startswith("dp")]
+    others = [name for name in names if name != "tp" and not _is_data(name)]
     is_other_sum = any(plan.compressions.reduce) or plan.local_steps or plan.row_shares
     is_elsewhere = plan.offload_parameters or plan.batch_semantics == "local"
     return None if others or is_other_sum or is_elsewhere else mesh
@@ -209,14 +216,13 @@ def sum_over_data_axes(
     wanted: Sequence[Placement] = [Replicate()] * mesh.ndim
     if isinstance(parameter, DTensor):
         wanted, mesh = parameter.placements, parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    is_data = [name.startswith("dp") for name in names]
+    is_data = [_is_data(name) for name in mesh.mesh_dim_names or ()]
     parts, sums = (
         [other if flag else place for flag, place in zip(is_data, wanted, strict=True)]
         for other in (Partial(), Replicate())
     )
     shape, stride = parameter.shape, parameter.stride()
-    given = DTensor.from_local(part, mesh, parts, run_check=False, shape=shape, stride=stride)
+    addends = DTensor.from_local(part, mesh, parts, run_check=False, shape=shape, stride=stride)
     # the sum first: gloo has no uneven reduce-scatter
-    total = given.redistribute(placements=sums).redistribute(placements=wanted)
+    total = addends.redistribute(placements=sums).redistribute(placements=wanted)
     return in_layout_of(parameter, total.to_local())

@@ -35,8 +35,8 @@ def arguments(operator: Any, rows: torch.Tensor) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", sorted(NORMS, key=str))
 def test_dtypes(operator: Any, dtype: torch.dtype) -> None:
-    given = arguments(operator, ROWS.to(dtype))
-    want = [result.dtype for result in operator(*given)]
+    values = arguments(operator, ROWS.to(dtype))
+    want = [result.dtype for result in operator(*values)]
     with TimedFakeMode() as mode:
-        fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
+        fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, values)
         assert [result.dtype for result in operator(*fakes)] == want

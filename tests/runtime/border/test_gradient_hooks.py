@@ -1,5 +1,6 @@
 """Gradient hooks of a loop see what they see on one device, and only then."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ def one_after_the_other(model: Any) -> None:
     optimizer, scale = ADAMW(model.parameters()), torch.ones(6, dtype=torch.float64)
     for step in range(2):
         x, y, t = batch(step)
-        given = x * scale.requires_grad_()
-        given.register_hook(lambda gradient: gradient * 2)
-        first, second = model(given, y, t)
+        scaled = x * scale.requires_grad_()
+        scaled.register_hook(lambda gradient: gradient * 2)
+        first, second = model(scaled, y, t)
         first.backward(retain_graph=True)
         second.backward()
         optimizer.step()
@@ -39,10 +40,7 @@ def accumulated(model: Any) -> None:
     hook_all(model)
     optimizer = ADAMW(model.parameters())
     for step in range(2):
-        if hasattr(model, "no_sync"):
-            with model.no_sync():
-                sum(model(*batch(2 * step))).backward()
-        else:
+        with getattr(model, "no_sync", contextlib.nullcontext)():
             sum(model(*batch(2 * step))).backward()
         sum(model(*batch(2 * step + 1))).backward()
         optimizer.step()

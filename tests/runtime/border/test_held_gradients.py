@@ -1,4 +1,4 @@
-"""Gradients that no_sync holds back are those of `.grad`: discarded with it, not stepped by."""
+"""Gradients that no_sync holds back are those of `.grad`: discarded with it, reduced by reads."""
 
 import copy
 from collections.abc import Callable
