@@ -27,6 +27,7 @@ from torch._C._autograd import _disable_profiler_legacy as disable_profiler
 from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._autograd import _profiler_enabled as profiler_is_on
+from torch._C._autograd import _saved_tensors_hooks_set_tracing as hide_saved_tensors_hooks
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._C._functorch import is_legacy_batchedtensor as is_batched

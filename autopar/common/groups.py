@@ -75,6 +75,16 @@ def gather_values(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
+def has_ended(work: dist.Work) -> bool:
+    """Whether a collective of gloo has ended, without waiting for it.
+
+    `work.is_completed()` waits for the thread of gloo that ends the work, and holds Python's lock
+    meanwhile. Under a profiler that thread may need the lock, where a loop has hooks on saved
+    tensors: neither ever goes on.
+    """
+    return bool(work.get_future().done())
+
+
 def advice_for_hangs() -> str:
     """A sentence on NCCL's flight recorder; empty where NCCL carries nothing."""
     if not dist.is_initialized() or "nccl" not in backends_of().values():

@@ -24,7 +24,7 @@ import torch
 from torch import distributed as dist
 
 from autopar._torch import group_timeout
-from autopar.common.groups import backends_of, gather_values
+from autopar.common.groups import backends_of, gather_values, has_ended
 
 RECORD_NUMBERS = 54
 """Numbers, of 8 bytes, of a record that ranks exchange before they communicate otherwise."""
@@ -121,7 +121,7 @@ class RowExchange:
                     work.wait(SIGNALS)
                     is_over = True
                 except RuntimeError:  # after SIGNALS, or the work has failed
-                    if is_over := work.is_completed():
+                    if is_over := has_ended(work):
                         work.wait()
             return numbers.tolist()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.common.groups import has_ended
 from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.host import boot_id, shares_cores
@@ -84,7 +85,7 @@ def _factors(bench: Bench, nbytes: int, *, shared: bool) -> tuple[float, float] 
         bench.line_up()
         start, threads, thread = time.perf_counter(), time.process_time(), time.thread_time()
         works = issue(count)
-        done = pieces_until(chunk, lambda: all(work.is_completed() for work in works))
+        done = pieces_until(chunk, lambda: all(map(has_ended, works)))
         cpu_s, computed_s = time.process_time() - threads, time.thread_time() - thread
         return time.perf_counter() - start, done, cpu_s, computed_s
 

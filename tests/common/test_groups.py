@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 import autopar
-from autopar.common.groups import advice_for_hangs, backends_of, cpu_group
+from autopar.common.groups import advice_for_hangs, backends_of, cpu_group, has_ended
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.step_replay import ReplayGroup
 from autopar.runtime.module import DistributedModule
@@ -91,3 +91,18 @@ def test_the_flight_recorder_is_named_where_nccl_may_hang() -> None:
     ):
         assert "TORCH_FR_BUFFER_SIZE" in advice_for_hangs()
     assert advice_for_hangs() == ""
+
+
+def polled(rank: int, world_size: int) -> None:
+    """Works end on threads of gloo, which take hooks on saved tensors along under a profiler."""
+    identity = lambda x: x  # noqa: E731
+    with torch.profiler.profile(), torch.autograd.graph.saved_tensors_hooks(identity, identity):
+        for _ in range(30):
+            tensor = torch.zeros(1 << 10)
+            works = [dist.all_reduce(tensor, async_op=True) for _ in range(8)]
+            while not all(map(has_ended, works)):
+                pass
+
+
+def test_polling_does_not_stop_the_thread_that_ends_a_work() -> None:
+    run(polled, 2, timeout=100)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-from torch.autograd.graph import saved_tensors_hooks
+from autopar._torch import hide_saved_tensors_hooks
 
 
 @contextlib.contextmanager
@@ -16,9 +15,10 @@ def apart_from_hooks() -> Iterator[None]:
     Tracing a model saves tensors too. A checkpoint would count them as the call's, and stop the
     trace when it has seen enough.
     """
-    with saved_tensors_hooks(_unchanged, _unchanged):  # torch asks the innermost hooks alone
+    # hooks of ours above the loop's would do, too, but torch carries hooks to gloo's threads, which
+    # then wait for Python's lock under a profiler
+    before = hide_saved_tensors_hooks(True)
+    try:
         yield
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    finally:
+        hide_saved_tensors_hooks(before)
