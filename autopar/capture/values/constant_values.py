@@ -1,4 +1,4 @@
-"""`ConstantValues`: values of integer tensors that forward makes from numbers alone.
+"""`ConstantValues`: values of tensors of whole numbers that forward makes from numbers alone.
 
 They are the same in every call, so Python may read them, as in the plain model. The trace computes
 each beside its traced tensor. It notes how, since a value that was read may depend on sizes.
@@ -19,6 +19,9 @@ from autopar.capture.values.pure_calls import run_purely, tensors_in
 
 MOST_ELEMENTS = 2**20
 """Elements of the largest tensor whose values are kept: 8 MiB of int64."""
+
+MOST_WHOLE = 256
+"""Up to here bfloat16 holds every integer, so that no device rounds one."""
 
 _FACTORIES = frozenset(
     {torch.tensor, torch.as_tensor, torch.arange, torch.zeros, torch.ones, torch.full}
@@ -118,7 +121,7 @@ class ConstantValues:
             self._constants.pop(id(args[0]), None)
         known = self._all_known(given) if given else func in _FACTORIES
         made = tensors_in(result) if known and func not in _SHAPES_OF_ANOTHER else []
-        if made and all(map(_is_small_integer, made)):
+        if made and all(map(_is_small, made)):
             self._add(func, args, kwargs, made)
 
     def _add(self, func: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
@@ -130,6 +133,8 @@ class ConstantValues:
         for value in values:
             if any(_writes_unseen(value, other) for other in given):
                 return self._forget(value)
+        if not all(map(_is_whole, values)):
+            return
         recipe = self._recipe(func, args, kwargs)
         for index, (traced, value) in enumerate(zip(made, values, strict=True)):
             each = Recipe(recipe.func, recipe.args, recipe.kwargs, index)
@@ -177,8 +182,15 @@ def _on_cpu(leaf: Any) -> Any:
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def _is_small_integer(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
+def _is_whole(value: Tensor) -> bool:
+    """Whether every device computes the same: integers, and floats that are small integers."""
+    if not value.is_floating_point():
+        return True
+    return bool(((value == value.round()) & (value.abs() <= MOST_WHOLE)).all())
+
+
+def _is_small(tensor: Tensor) -> bool:
+    if tensor.is_complex():
         return False
     elements = 1
     for size in tensor.shape:

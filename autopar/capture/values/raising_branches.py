@@ -38,12 +38,10 @@ class RaisingBranches:
         self, func: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
     ) -> tuple[bool] | None:
         """The answer that does not raise, in a tuple; None where both or none do."""
+        if func not in (Tensor.__bool__, Tensor.item) or args[0].numel() != 1:
+            return None
         if func is Tensor.item and frame.f_code.co_name == "__bool__" and frame.f_back:
             frame = frame.f_back  # a functional tensor answers by its item
-        elif func is not Tensor.__bool__:
-            return None
-        if args[0].numel() != 1:
-            return None
         raising = _raising_answer(frame.f_code, frame.f_lasti)
         if raising is None:
             return None
@@ -88,6 +86,8 @@ def _raising_answer(code: CodeType, offset: int) -> bool | None:
     None if there is no condition, or if what follows a false or true one may go on.
     """
     instructions = [each for each in dis.get_instructions(code) if each.offset >= offset]
+    if _calls_item(code, offset):  # x.item() asks just before the jump
+        del instructions[0]
     if instructions and instructions[0].opname == "TO_BOOL":  # from Python 3.13 on
         del instructions[0]
     if not instructions or "POP_JUMP" not in instructions[0].opname:
@@ -101,6 +101,16 @@ def _raising_answer(code: CodeType, offset: int) -> bool | None:
     if raises_there == raises_here:
         return None
     return answer_that_jumps if raises_there else not answer_that_jumps
+
+
+def _calls_item(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at an offset is the call of `x.item()`, not of `any` or `map`."""
+    earlier = [each for each in dis.get_instructions(code) if each.offset <= offset]
+    if not earlier or not earlier[-1].opname.startswith(("CALL", "PRECALL")):
+        return False
+    callee = next((each for each in reversed(earlier) if "CALL" not in each.opname), None)
+    is_lookup = callee is not None and callee.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    return is_lookup and callee is not None and callee.argval == "item"
 
 
 def _only_raises(instructions: Iterable[dis.Instruction]) -> bool:

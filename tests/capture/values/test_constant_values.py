@@ -62,7 +62,17 @@ def through_a_cache(linear: Any, x: Tensor) -> Tensor:
     return (linear(x).sum(-1) * cached_positions(x.shape[1])).sum()
 
 
-@pytest.mark.parametrize("function", [packed, short, plain_branch, both_branches, through_a_cache])
+def masked_by_floats(linear: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[:2], dtype=x.dtype)
+    if (1 - mask).any():
+        return linear(x).mean()
+    return (linear(x) * mask[..., None]).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [packed, short, plain_branch, both_branches, through_a_cache, masked_by_floats],
+)
 def test_it_computes_what_the_plain_model_computes(function: Callable[..., Tensor]) -> None:
     x = torch.rand(3, 5, 4, dtype=torch.float64)
     compiled = autopar.compile(Model(function), 1, fallback=False)
@@ -111,6 +121,17 @@ def random_by_a_generator(linear: Any, x: Tensor) -> Tensor:
     return linear(x).sum() if bool(draw.any()) else linear(x).mean()
 
 
+def dropped(linear: Any, x: Tensor) -> Tensor:
+    draw = torch.nn.functional.dropout(torch.ones(4))
+    return linear(x).sum() if bool(draw.any()) else linear(x).mean()
+
+
+def rounded_by_a_device(linear: Any, x: Tensor) -> Tensor:
+    """Whether it is 1 depends on how a device multiplies."""
+    third = torch.ones(4) / 3
+    return linear(x).sum() if bool((third * 3 == 1).all()) else linear(x).mean()
+
+
 def uninitialized(linear: Any, x: Tensor) -> Tensor:
     made = torch.empty_like(torch.zeros(4, dtype=torch.int64))
     return linear(x).sum() if bool(made.any()) else linear(x).mean()
@@ -120,7 +141,7 @@ def uninitialized(linear: Any, x: Tensor) -> Tensor:
     "function",
     [
         *(written, written_by_an_operator, written_through_data, written_through_a_view),
-        *(random, random_by_a_generator, uninitialized),
+        *(random, random_by_a_generator, uninitialized, dropped, rounded_by_a_device),
     ],
 )
 def test_other_values_are_not_read(function: Callable[..., Tensor]) -> None:

@@ -36,6 +36,15 @@ def returns(y: Tensor) -> None:
     raise ValueError
 
 
+def asserts_item(y: Tensor) -> None:
+    assert torch.all(y < 3).item(), "too large"
+
+
+def not_item(y: Tensor) -> None:
+    if not (y < 3).all().item():
+        raise ValueError
+
+
 def both(y: Tensor) -> None:
     """Two conditions before anything follows."""
     too_large(y)
@@ -73,7 +82,9 @@ def compare(check: Callable[[Tensor], None], **options: object) -> None:
     pair.parallel(*batch(2))
 
 
-@pytest.mark.parametrize("check", [too_large, not_all, otherwise, returns, both])
+@pytest.mark.parametrize(
+    "check", [too_large, not_all, asserts_item, not_item, otherwise, returns, both]
+)
 def test_a_program_raises_too(check: Callable[[Tensor], None]) -> None:
     compare(check, zero=0)
 
@@ -98,7 +109,18 @@ def maybe_raises(y: Tensor) -> None:
         raise ValueError
 
 
-@pytest.mark.parametrize("check", [warns, maybe_raises])
+def all_of_two(y: Tensor) -> None:
+    """Its answer is that of `all`."""
+    if all(map(Tensor.item, [y.max() >= 3, y.min() >= 3])):
+        raise ValueError
+
+
+def compares(y: Tensor) -> None:
+    if y.max().item() >= 3:
+        raise ValueError
+
+
+@pytest.mark.parametrize("check", [warns, maybe_raises, all_of_two, compares])
 def test_other_reads_are_refused(check: Callable[[Tensor], None]) -> None:
     model = autopar.compile(Classes(check).double(), strategy=fixed(0), fallback=False)
     with pytest.raises(CaptureError, match="needs the value of a tensor"):
