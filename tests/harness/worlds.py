@@ -383,11 +383,19 @@ def _leave_group() -> None:
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+    _close_channels()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     _forget_meshes()
     gc.collect()
     del group
+
+
+def _close_channels() -> None:
+    """Close autopar's sockets to the other ranks; what still refers to the group keeps them."""
+    if channels := sys.modules.get("autopar.runtime.agreement.channel"):
+        for channel in channels._OPEN.values():
+            channel.rows.close()
 
 
 def _forget_meshes() -> None:
