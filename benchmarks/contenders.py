@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from benchmarks.before import NAME
-from benchmarks.models import Case
+from benchmarks.models import Case, Logits, token_loss
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Statistics = Literal["global", "local"]
@@ -39,6 +39,7 @@ class Contender:
     module: str = "torch"  # module without which it is skipped
     statistics: Statistics | None = None  # rows that BatchNorm normalises over, where it matters
     reference: str = PLAIN  # contender with the same losses
+    only_named: bool = False  # whether it runs on request alone
 
     def absence(self) -> str | None:
         installed = importlib.util.find_spec(self.module) is not None
@@ -158,6 +159,33 @@ def build_autopar(
     return training_step(model, case, local=False)
 
 
+def build_loss_in_loop(case: Case, *, given: bool) -> Step:
+    """Return autopar on a GPT that returns its logits.
+
+    The loop computes the loss of the gathered logits, unless autopar is `given` it as `loss_fn`.
+    """
+    loss_fn = token_loss if given else None
+    x, y = case.batch(0)
+    example = (x, y) if given else (x,)
+    model = autopar.compile(
+        Logits(case.build()),
+        example_inputs=example,
+        strategy="ddp",
+        loss_fn=loss_fn,
+        fallback=False,
+    )
+    optimizer = adamw(model, case)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = model(x, y) if given else token_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def _autopar(
     strategy: str, *peers: str, backend: str = "eager", alone: bool | None = False
 ) -> Contender:
@@ -169,6 +197,11 @@ def _autopar(
 def _before(strategy: str) -> Contender:
     build = partial(build_autopar, strategy=strategy, package=NAME)
     return Contender(f"before-{strategy}", build, ("ddp",), module=NAME)
+
+
+def _loss(name: str, *, given: bool) -> Contender:
+    build = partial(build_loss_in_loop, given=given)
+    return Contender(name, build, ("autopar-ddp",), module="autopar", only_named=True)
 
 
 def _deepspeed(stage: int) -> Contender:
@@ -188,6 +221,8 @@ CONTENDERS = (
     _autopar("zero1", "deepspeed-1", "ddp"),
     _autopar("zero2", "deepspeed-2", "fully_shard"),
     _autopar("zero3", "before-zero3", "fully_shard"),
+    _loss("autopar-ddp/loss_fn", given=True),
+    _loss("autopar-ddp/loss-in-loop", given=False),
     _before("ddp"),
     _before("zero3"),
     _autopar("auto", "ddp", "plain", alone=None),

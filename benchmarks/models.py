@@ -81,12 +81,32 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.token.weight
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of predicting tokens `y`."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Map tokens (rows, tokens) to scores (rows, tokens, vocabulary)."""
         h = self.token(x) + self.position.weight[: x.shape[1]]
         for block in self.blocks:
             h = block(h)
-        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+        return self.head(self.norm(h))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of predicting tokens `y`."""
+        return token_loss(self.logits(x), y)
+
+
+class Logits(nn.Module):
+    """The logits of a GPT, for a loss in the loop."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model.logits(x)
+
+
+def token_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the mean loss of predicting tokens `y` by logits (rows, tokens, vocabulary)."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 class Encoder(nn.Module):
