@@ -133,7 +133,7 @@ class ConstantValues:
         for value in values:
             if any(_writes_unseen(value, other) for other in given):
                 return self._forget(value)
-        if not all(map(_is_whole, values)):
+        if not all(run_purely(_is_whole, (value,), {}) for value in values):
             return
         recipe = self._recipe(func, args, kwargs)
         for index, (traced, value) in enumerate(zip(made, values, strict=True)):

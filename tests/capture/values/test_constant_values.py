@@ -145,11 +145,10 @@ def uninitialized(linear: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_other_values_are_not_read(function: Callable[..., Tensor]) -> None:
+    model = Model(function)
     state = torch.get_rng_state()
     with pytest.raises(CaptureError, match="needs the value of a tensor"):
-        autopar.compile(
-            Model(function), 1, example_inputs=(torch.ones(3, 5, 4).double(),), fallback=False
-        )
+        autopar.compile(model, 1, example_inputs=(torch.ones(3, 5, 4).double(),), fallback=False)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -1,4 +1,7 @@
-"""Conditions that raise are checked by the program; other reads of values are refused."""
+"""Conditions that raise are checked by the program; other reads of values are refused.
+
+PYTEST_DONT_REWRITE: an `assert` here is that of a model.
+"""
 
 from collections.abc import Callable
 
