@@ -6,7 +6,7 @@ would train nothing, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,23 @@ from autopar.errors import CaptureError
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def differentiable_once(gradients: Sequence[torch.Tensor | None], reason: str) -> Gradients:
-    """Gradients that raise CaptureError where they are differentiated, for a reason."""
+def differentiable_once(
+    gradients: Sequence[torch.Tensor | None],
+    operands: Iterable[torch.Tensor | None],
+    reason: str,
+) -> Gradients:
+    """Gradients that raise CaptureError where they are differentiated, for a reason.
+
+    Args:
+        gradients: the gradients to return.
+        operands: what they depend on. torch looks for a way to these before it runs a backward, and
+            takes the gradient for zero where there is none.
+        reason: why there is no derivative.
+    """
     # detached, so that nothing else is reached through them
     plain = [None if each is None else each.detach() for each in gradients]
-    results: Gradients = _Underived.apply(torch.zeros((), requires_grad=True), reason, *plain)
+    anchor = torch.zeros((), requires_grad=True)  # also if no operand is trained
+    results: Gradients = _Underived.apply(anchor, reason, len(plain), *plain, *operands)
     return results
 
 
@@ -29,10 +41,10 @@ class _Underived(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, reason: str, *gradients: torch.Tensor | None
+        ctx: Any, anchor: torch.Tensor, reason: str, count: int, *tensors: torch.Tensor | None
     ) -> Gradients:
         ctx.reason = reason
-        return tuple(None if each is None else each.view_as(each) for each in gradients)
+        return tuple(None if each is None else each.view_as(each) for each in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> Gradients:

@@ -186,5 +186,6 @@ class _PipelineFunction(torch.autograd.Function):
         leave_out_hooks(ctx.operands, found)
         results: tuple[torch.Tensor | None, ...] = tuple(found)
         if differentiates_again:
-            results = differentiable_once(results, "a pipeline has no second derivative")
+            reason = "a pipeline has no second derivative"
+            results = differentiable_once(results, (*ctx.operands, *gradients), reason)
         return (None, None, None, None, *results, None)

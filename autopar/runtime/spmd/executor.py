@@ -329,7 +329,10 @@ class SpmdFunction(torch.autograd.Function):
         with call.context.turn, torch.no_grad():
             results = call.run_backward(saved, tangents)
         leave_out_hooks(call.operands.values(), results)
-        return (None, *(differentiable_once(results, why_once) if why_once else results))
+        if why_once:
+            operands = *call.operands.values(), *gradients
+            results = list(differentiable_once(results, operands, why_once))
+        return (None, *results)
 
 
 def _is_needed(node: Any) -> bool:
