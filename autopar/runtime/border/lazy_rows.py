@@ -10,6 +10,7 @@ from autopar._torch import empty_subclass, pytree, without_subclasses
 from autopar.ir.graph import dense_strides
 from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.rows import OwnRows, RowLayout
+from autopar.runtime.parameters.whole_gradient import whole_gradient
 
 aten = torch.ops.aten
 
@@ -104,4 +105,4 @@ class ReadLater(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         check_not_batched(gradients)
-        return OwnRows.apply(gradients[0], ctx.layout, ctx.scale), None, None
+        return OwnRows.apply(whole_gradient(gradients[0]), ctx.layout, ctx.scale), None, None

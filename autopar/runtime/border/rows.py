@@ -12,6 +12,7 @@ from torch import distributed as dist
 from autopar.common.world import world
 from autopar.ir.placement import Shard
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -85,7 +86,7 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return OwnRows.apply(gradients[0], ctx.layout, ctx.scale), None, None
+        return OwnRows.apply(whole_gradient(gradients[0]), ctx.layout, ctx.scale), None, None
 
 
 class OwnRows(torch.autograd.Function):
@@ -112,7 +113,7 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0] * ctx.scale, None
+        return whole_gradient(gradients[0]) * ctx.scale, None
 
 
 class Entered(torch.autograd.Function):
@@ -162,4 +163,4 @@ class LeftWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return EnteredWhole.apply(gradients[0], ctx.weight), None
+        return EnteredWhole.apply(whole_gradient(gradients[0]), ctx.weight), None

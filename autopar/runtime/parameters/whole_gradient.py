@@ -1,4 +1,8 @@
-"""`OwnPart` and `WholeValue`: a whole tensor and this rank's part of it, for autograd."""
+"""`OwnPart` and `WholeValue`: a whole tensor and this rank's part of it, for autograd.
+
+Where a loop combines a value of a model with a sharded parameter of the same shape, such as
+`(model(x) - weight).square()`, autograd gives the value a sharded gradient (`whole_gradient`).
+"""
 
 from __future__ import annotations
 
@@ -38,3 +42,11 @@ class WholeValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return OwnPart.apply(gradients[0], ctx.parameter), None
+
+
+def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a value that every rank has whole; all ranks call this at once."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    whole: torch.Tensor = WholeValue.apply(gradient, gradient)
+    return whole

@@ -20,6 +20,7 @@ from autopar.runtime.border.gradient_hooks import leave_out_hooks
 from autopar.runtime.codegen.program import untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext
+from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
 
@@ -162,7 +163,7 @@ class _PipelineFunction(torch.autograd.Function):
         differentiates_again = torch.is_grad_enabled()  # create_graph=True
         _ = ctx.saved_tensors  # a checkpoint runs the forward again: statistics are taken twice
         pairs = zip(call.returned, gradients, strict=True)
-        tangents = {index: gradient for index, gradient in pairs if gradient is not None}
+        tangents = {i: whole_gradient(gradient) for i, gradient in pairs if gradient is not None}
         if not call.compiled.graphs.tangents.issuperset(tangents):
             call = executor.rerun_with_all_tangents(call, ctx.state)
         retain_graph = backward_keeps_graph()

@@ -29,6 +29,7 @@ from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graph
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
+from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.derivatives import differentiated, version_of
 
@@ -309,7 +310,7 @@ class SpmdFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: SpmdCall = ctx.call
         pairs = zip(call.program.returned, gradients, strict=True)
-        tangents = {index: gradient for index, gradient in pairs if gradient is not None}
+        tangents = {i: whole_gradient(gradient) for i, gradient in pairs if gradient is not None}
         if call.context.options.ranks > 1:
             check_not_batched(tangents.values())
         why_once = ""

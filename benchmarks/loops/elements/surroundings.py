@@ -22,8 +22,8 @@ class InputGradient(Element):
         return x, y
 
     def gradients(self, loop: Loop) -> None:
-        assert self.x.grad is not None
-        loop.observe(self.x.grad.square().sum())
+        gradient = self.x.grad  # None after a backward by parameters alone
+        loop.observe(torch.tensor(-1.0) if gradient is None else gradient.square().sum())
 
 
 class SignAttack(Element):
