@@ -396,6 +396,7 @@ def _close_channels() -> None:
     if channels := sys.modules.get("autopar.runtime.agreement.channel"):
         for channel in channels._OPEN.values():
             channel.rows.close()
+        channels._OPEN.clear()
 
 
 def _forget_meshes() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -109,9 +108,6 @@ def distribute_parameters(
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps the tensors of two parameters in place; the user's hooks stay."""
     hooks = _hooks_of(parameter)
-    if parameter.requires_grad:
-        # a graph that holds this node was built before; torch's own error names no cause
-        get_gradient_edge(parameter).node.register_prehook(_refuse_earlier_use)
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError:  # an uncollected autograd graph may reference it
@@ -125,14 +121,6 @@ def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
                 "that leaves parameters whole."
             ) from error
     _keep_hooks(parameter, hooks)
-
-
-def _refuse_earlier_use(gradients: Any) -> None:
-    raise StrategyError(
-        "a parameter was used in the loop, such as in a penalty or an input, before the first call "
-        "of the model sharded it: that use has no way back to it. Give autopar.compile "
-        "example_inputs, or use the parameter after the call."
-    )
 
 
 def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:

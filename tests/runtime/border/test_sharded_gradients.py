@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
-from autopar.errors import StrategyError
 from tests.harness.training import Pair, fixed
 from tests.harness.worlds import run
 
@@ -66,15 +64,3 @@ def test_replicated_border(penalty: str, zero: int, tp: int) -> None:
 @pytest.mark.parametrize("penalty", ["whole", "slope"])
 def test_border_of_ddp(penalty: str) -> None:
     run(compare, 2, batch="local", zero=3, tp=1, penalty=penalty)
-
-
-def used_before(rank: int, world_size: int) -> None:
-    model = autopar.compile(Net(), strategy=fixed(3), fallback=False)
-    x = torch.rand(6, 4) + model.first.weight
-    loss, *_ = model(x)
-    with pytest.raises(StrategyError, match="before the first call"):
-        loss.backward()
-
-
-def test_a_use_before_the_first_call_is_told() -> None:
-    run(used_before, 2)
