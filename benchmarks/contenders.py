@@ -54,12 +54,17 @@ def local_rows(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def training_step(model: nn.Module, case: Case, *, local: bool) -> Step:
-    """Return the usual four lines of training, on this rank's rows or on the whole batch."""
-    optimizer = adamw(model, case)
+def training_step(
+    model: nn.Module, case: Case, *, local: bool, loss_of: Step | None = None
+) -> Step:
+    """Return the usual four lines of training, on this rank's rows or on the whole batch.
+
+    The loss is `loss_of` the batch, by default what the model returns.
+    """
+    optimizer, compute = adamw(model, case), loss_of or model
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = model(local_rows(x), local_rows(y)) if local else model(x, y)
+        loss: Tensor = compute(local_rows(x), local_rows(y)) if local else compute(x, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -174,16 +179,8 @@ def build_loss_in_loop(case: Case, *, given: bool) -> Step:
         loss_fn=loss_fn,
         fallback=False,
     )
-    optimizer = adamw(model, case)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = model(x, y) if given else token_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    in_loop = None if given else (lambda x, y: token_loss(model(x), y))
+    return training_step(model, case, local=False, loss_of=in_loop)
 
 
 def _autopar(

@@ -34,7 +34,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--world-sizes", type=words, default=["1", "2", "4"], metavar="NUMBERS")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each contender")
     usual = [contender.name for contender in CONTENDERS if not contender.only_named]
-    parser.add_argument("--contenders", type=words, default=usual, metavar="NAMES", help="these")
+    parser.add_argument(
+        "--contenders", type=words, default=usual, metavar="NAMES", help="only these"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument(
         "--patience", type=float, default=600, help="seconds without progress before giving up"

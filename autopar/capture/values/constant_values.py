@@ -133,7 +133,7 @@ class ConstantValues:
         for value in values:
             if any(_writes_unseen(value, other) for other in given):
                 return self._forget(value)
-        if not all(run_purely(_is_whole, (value,), {}) for value in values):
+        if not run_purely(_are_whole, (values,), {}):
             return
         recipe = self._recipe(func, args, kwargs)
         for index, (traced, value) in enumerate(zip(made, values, strict=True)):
@@ -182,11 +182,10 @@ def _on_cpu(leaf: Any) -> Any:
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-def _is_whole(value: Tensor) -> bool:
+def _are_whole(values: Sequence[Tensor]) -> bool:
     """Whether every device computes the same: integers, and floats that are small integers."""
-    if not value.is_floating_point():
-        return True
-    return bool(((value == value.round()) & (value.abs() <= MOST_WHOLE)).all())
+    floats = [value for value in values if value.is_floating_point()]
+    return all(bool(((x == x.round()) & (x.abs() <= MOST_WHOLE)).all()) for x in floats)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -85,9 +85,10 @@ def _raising_answer(code: CodeType, offset: int) -> bool | None:
 
     None if there is no condition, or if what follows a false or true one may go on.
     """
-    instructions = [each for each in dis.get_instructions(code) if each.offset >= offset]
-    if _calls_item(code, offset):  # x.item() asks just before the jump
-        del instructions[0]
+    every = list(dis.get_instructions(code))
+    instructions = [each for each in every if each.offset >= offset]
+    if _ends_in_item([each for each in every if each.offset <= offset]):
+        del instructions[0]  # x.item() asks just before the jump
     if instructions and instructions[0].opname == "TO_BOOL":  # from Python 3.13 on
         del instructions[0]
     if not instructions or "POP_JUMP" not in instructions[0].opname:
@@ -103,14 +104,13 @@ def _raising_answer(code: CodeType, offset: int) -> bool | None:
     return answer_that_jumps if raises_there else not answer_that_jumps
 
 
-def _calls_item(code: CodeType, offset: int) -> bool:
-    """Whether the instruction at an offset is the call of `x.item()`, not of `any` or `map`."""
-    earlier = [each for each in dis.get_instructions(code) if each.offset <= offset]
-    if not earlier or not earlier[-1].opname.startswith(("CALL", "PRECALL")):
+def _ends_in_item(instructions: Sequence[dis.Instruction]) -> bool:
+    """Whether the last instruction is the call of `x.item()`, not of `any` or `map`."""
+    if not instructions or not instructions[-1].opname.startswith(("CALL", "PRECALL")):
         return False
-    callee = next((each for each in reversed(earlier) if "CALL" not in each.opname), None)
-    is_lookup = callee is not None and callee.opname in ("LOAD_METHOD", "LOAD_ATTR")
-    return is_lookup and callee is not None and callee.argval == "item"
+    before = [each for each in instructions if "CALL" not in each.opname]
+    lookup = before[-1] if before else instructions[-1]
+    return lookup.opname in ("LOAD_METHOD", "LOAD_ATTR") and lookup.argval == "item"
 
 
 def _only_raises(instructions: Iterable[dis.Instruction]) -> bool:

@@ -48,5 +48,5 @@ def whole_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a value that every rank has whole; all ranks call this at once."""
     if not isinstance(gradient, DTensor):
         return gradient
-    whole: torch.Tensor = WholeValue.apply(gradient, gradient)
-    return whole
+    whole_value: torch.Tensor = WholeValue.apply(gradient, gradient)
+    return whole_value

@@ -49,8 +49,8 @@ def compare(rank: int, world_size: int, batch: str, zero: int, tp: int, penalty:
     pair = Pair(Net, strategy=strategy, batch=batch, rows=0 if batch == "local" else None)
     x = torch.rand(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for model in pair.models:
-        own = x[rank::world_size] if batch == "local" and model is pair.parallel else x
-        returned = model(own)
+        takes_share = batch == "local" and model is pair.parallel
+        returned = model(x[rank::world_size] if takes_share else x)
         (returned[0] + PENALTIES[penalty](model, returned)).backward()
     pair.check_gradients()
 
