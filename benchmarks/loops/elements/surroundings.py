@@ -153,8 +153,8 @@ class Global(Element):
 
     traits = ("global",)
 
-    def before_training(self, loop: Loop) -> None:
-        models.factor = 1.0
+    def __init__(self) -> None:
+        models.factor = 1.0  # before other elements call the model
 
     def after_step(self, loop: Loop) -> None:
         models.factor = 1.0 / (loop.step + 2)
@@ -165,8 +165,8 @@ class Environment(Element):
 
     traits = ("environment",)
 
-    def before_training(self, loop: Loop) -> None:
-        os.environ.pop("LOOPS_SCALE", None)
+    def __init__(self) -> None:
+        os.environ.pop("LOOPS_SCALE", None)  # before other elements call the model
 
     def after_step(self, loop: Loop) -> None:
         os.environ["LOOPS_SCALE"] = str(1.0 / (loop.step + 2))
