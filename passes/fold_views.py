@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Output, OutputRole
-from autopar.passes.core.node_builder import aten, is_view
+from autopar.passes.core.node_builder import aten, is_view, viewed
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
@@ -63,18 +61,9 @@ def _identical(node: fx.Node) -> fx.Node | None:
         if not isinstance(value, torch.Tensor):
             return None
         alike = _layout(view) == _layout(value) and _has_distinct_elements(value)
-        if alike and _layout(_viewed(value, source, chain)) == _layout(value):
+        if alike and _layout(viewed(value, source, chain)) == _layout(value):
             return source
     return None
-
-
-def _viewed(value: torch.Tensor, source: fx.Node, chain: Sequence[fx.Node]) -> torch.Tensor:
-    """The last view of a chain that begins at a source, whose fake value is given."""
-    values: dict[fx.Node, torch.Tensor] = {source: value}
-    for node in chain:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values[chain[-1]]
 
 
 def _vector_sum(node: fx.Node) -> fx.Node | None:

@@ -16,6 +16,7 @@ from autopar.ir.roles import (
     Update,
 )
 from autopar.passes.core.node_builder import extract
+from autopar.passes.own_gradients import own_gradients
 
 
 class Split(NamedTuple):
@@ -29,7 +30,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
     """Cuts a joint graph at the start of its backward.
 
     Before: forward nodes come first and read no backward node. After: the backward reads forward
-    values, including parameters, from `Saved` inputs.
+    values, including parameters, from `Saved` inputs, and its gradients have memory of their own.
     """
     start = graph.backward_start
     table = dict(zip(graph.outputs, graph.results, strict=True))
@@ -60,7 +61,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
         half.graph.eliminate_dead_code(
             lambda n: n.op in ("placeholder", "output") or "_c10d_functional" in str(n.target)
         )
-    return Split(forward, backward)
+    return Split(forward, own_gradients(backward))
 
 
 def _is_late(role: OutputRole) -> bool:

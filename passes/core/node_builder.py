@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, fake_result_cache, pytree
+from autopar._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    fake_result_cache,
+    pytree,
+)
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.placement import Placement, Varying
 from autopar.ir.roles import InputRole, OutputRole
@@ -181,6 +188,32 @@ def is_view(node: fx.Node) -> bool:
         return False
     aliases = any(result.alias_info is not None for result in schema.returns)
     return aliases or node.target is aten._unsafe_view.default
+
+
+def storage_owner(node: fx.Node) -> fx.Node:
+    """The node that allocated the memory of a value."""
+    while is_view(node) or is_view(sequence_of(node)) or _is_mutable(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def sequence_of(node: fx.Node) -> fx.Node:
+    """The node whose result an item is taken from; any other node itself."""
+    is_item = node.op == "call_function" and node.target is operator.getitem
+    return node.all_input_nodes[0] if is_item else node
+
+
+def viewed(value: torch.Tensor, source: fx.Node, chain: Sequence[fx.Node]) -> torch.Tensor:
+    """The last view of a chain that begins at a source, whose fake value is given."""
+    values: dict[fx.Node, torch.Tensor] = {source: value}
+    for node in chain:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return values[chain[-1] if chain else source]
 
 
 def is_random(node: fx.Node) -> bool:

@@ -292,7 +292,9 @@ class _Splitter:
             if isinstance(roles.get(node), StageInput):
                 copy.meta["val"] = dense_like(graph, node.meta["val"])
         new.output([_sum(new, [copies[term] for term in terms]) for terms in results.values()])
-        names = {role.name for node in inputs if isinstance(role := roles[node], Parameter)}
+        # the gradient of a parameter may be the loss's own, beside which nothing reads it
+        read = [*(roles[node] for node in inputs), *(getattr(r, "of", None) for r in results)]
+        names = {role.name for role in read if isinstance(role, Parameter)}
         return replace(
             graph,
             graph=new,

@@ -38,7 +38,7 @@ from autopar.ir.roles import (
     Update,
 )
 from autopar.operators.held_reads import without_aliases
-from autopar.passes.core.node_builder import is_random, is_view
+from autopar.passes.core.node_builder import is_random, sequence_of, storage_owner
 from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline
@@ -152,7 +152,7 @@ class Program:
         """Positions of the parameters that share their storage with a result."""
         graph = self.forward.graph
         pairs = zip(graph.outputs, graph.results, strict=True)
-        shared = {_storage_owner(n) for r, n in pairs if n is not None and not isinstance(r, Saved)}
+        shared = {storage_owner(n) for r, n in pairs if n is not None and not isinstance(r, Saved)}
         inputs = enumerate(zip(graph.inputs, graph.placeholders, strict=True))
         return frozenset(i for i, (r, n) in inputs if isinstance(r, Parameter) and n in shared)
 
@@ -377,36 +377,20 @@ def _compile_graph(
 def _donated_args(forward: TrainingGraph, backward: TrainingGraph) -> tuple[int, ...]:
     """Positions of saved tensors of a backward whose storage nothing else uses."""
     saved = dict(zip(forward.outputs, forward.results, strict=True))
-    owners = Counter(_storage_owner(node) for node in forward.results if node is not None)
+    owners = Counter(storage_owner(node) for node in forward.results if node is not None)
     return tuple(
         place
         for place, role in enumerate(backward.inputs)
         if (node := saved.get(role)) is not None  # type: ignore[arg-type]
-        and owners[owner := _storage_owner(node)] == 1
+        and owners[owner := storage_owner(node)] == 1
         and _is_aten_result(owner)
     )
 
 
-def _storage_owner(node: fx.Node) -> fx.Node:
-    while is_view(node) or is_view(_sequence_of(node)) or _is_mutable(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _is_aten_result(node: fx.Node) -> bool:
     """Whether an aten operator allocated a value; collectives keep references to buffers."""
-    target = _sequence_of(node).target
+    target = sequence_of(node).target
     return isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def _sequence_of(node: fx.Node) -> fx.Node:
-    """The node whose result an item is taken from; any other node itself."""
-    is_item = node.op == "call_function" and node.target is getitem
-    return node.all_input_nodes[0] if is_item else node
 
 
 def _with_boxed_arguments(module: fx.GraphModule) -> fx.GraphModule:
