@@ -12,6 +12,7 @@ from autopar.capture.call import batch_shard_of
 from autopar.common.containers import flatten
 from autopar.ir.placement import Shard
 from autopar.runtime.module import DistributedModule
+from autopar.runtime.parameters.whole_gradient import none_for_none
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -93,6 +94,7 @@ class _WholeRows(torch.autograd.Function):
         index: int,
         sources: tuple[int, ...],
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.shard, ctx.rows, ctx.index = shard, rows, index
         parts = own.unflatten(shard.dim, (shard.interleave, -1)).movedim(shard.dim + 1, 0)
         sizes = [parts.shape[0] * n // rows[index] for n in rows]
@@ -104,6 +106,7 @@ class _WholeRows(torch.autograd.Function):
         return whole.movedim(0, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         shard, rows, index = ctx.shard, ctx.rows, ctx.index
         parts = gradients[0].unflatten(shard.dim, (shard.interleave, -1))

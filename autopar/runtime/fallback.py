@@ -26,6 +26,7 @@ from autopar.formatting import first_line
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.parameters.distribute import local_part, parameter_like
 from autopar.runtime.parameters.sharded import in_layout_of
+from autopar.runtime.parameters.whole_gradient import none_for_none
 from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -113,10 +114,12 @@ class _Weighted(torch.autograd.Function):
     def forward(
         ctx: Any, value: torch.Tensor, mean: torch.Tensor | None, weight: float
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.weight = weight
         return value.view_as(value) if mean is None else mean.clone()
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradients[0] * ctx.weight, None, None
 

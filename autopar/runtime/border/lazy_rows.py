@@ -10,7 +10,7 @@ from autopar._torch import empty_subclass, pytree, without_subclasses
 from autopar.ir.graph import dense_strides
 from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.rows import OwnRows, RowLayout
-from autopar.runtime.parameters.whole_gradient import whole_gradient
+from autopar.runtime.parameters.whole_gradient import none_for_none, whole_gradient
 
 aten = torch.ops.aten
 
@@ -99,10 +99,12 @@ class ReadLater(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, layout: RowLayout, scale: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.layout, ctx.scale = layout, scale
         return LazyRows(_Rows(own.detach(), layout), layout.shape_of_whole(own), own)
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         check_not_batched(gradients)
         return OwnRows.apply(whole_gradient(gradients[0]), ctx.layout, ctx.scale), None, None

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from autopar.common.world import world
 from autopar.ir.placement import Shard
 from autopar.runtime.agreement.channel import finish_exchange
-from autopar.runtime.parameters.whole_gradient import whole_gradient
+from autopar.runtime.parameters.whole_gradient import none_for_none, whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors
 
 
@@ -81,10 +81,12 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, layout: RowLayout, scale: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.layout, ctx.scale = layout, scale
         return layout.gather(own if scale == 1 else own * scale)  # ranks scale by other numbers
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return OwnRows.apply(whole_gradient(gradients[0]), ctx.layout, ctx.scale), None, None
 
@@ -94,11 +96,13 @@ class OwnRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, layout: RowLayout, scale: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.layout, ctx.scale = layout, scale
         own = layout.own(whole)
         return own.clone() if scale == 1 else own * scale
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return GatherRows.apply(gradients[0], ctx.layout, ctx.scale), None, None
 
@@ -108,10 +112,12 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.scale = scale
         return value.view_as(value)
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return whole_gradient(gradients[0]) * ctx.scale, None
 
@@ -125,10 +131,12 @@ class Entered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, scale: float, weight: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.scale, ctx.weight = scale, weight
         return value.view_as(value) if scale == 1 else value * scale
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return Entered.apply(gradients[0], ctx.scale / ctx.weight, 1 / ctx.weight), None, None
 
@@ -138,6 +146,7 @@ class EnteredWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.weight, group = weight, world()
         finish_exchange()
         total = value * weight
@@ -146,6 +155,7 @@ class EnteredWhole(torch.autograd.Function):
         return total
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return LeftWhole.apply(gradients[0], ctx.weight), None
 
@@ -158,9 +168,11 @@ class LeftWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.weight = weight
         return value.view_as(value)
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return EnteredWhole.apply(whole_gradient(gradients[0]), ctx.weight), None

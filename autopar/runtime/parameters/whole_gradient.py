@@ -6,6 +6,8 @@ Where a loop combines a value of a model with a sharded parameter of the same sh
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +18,35 @@ from autopar.runtime.parameters.unread import UnreadTensor
 from autopar.runtime.parameters.whole_values import own_part, read_whole
 
 
+Backward = Callable[..., Any]
+
+
+def none_for_none(backward: Backward) -> Backward:
+    """A backward that gives None where its gradient is None, as autograd's own operators do.
+
+    The forward is to call `ctx.set_materialize_grads(False)`; else None arrives as zeros.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if gradients[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class OwnPart(torch.autograd.Function):
     """A tensor that every rank has whole, in the layout of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.parameter = parameter
         return in_layout_of(parameter, own_part(whole, parameter).contiguous().clone())
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return WholeValue.apply(gradients[0], ctx.parameter), None
 
@@ -34,12 +56,14 @@ class WholeValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.parameter = parameter
         if isinstance(value, UnreadTensor):
             return value.read().clone()
         return read_whole(value) if isinstance(value, DTensor) else value.view_as(value)
 
     @staticmethod
+    @none_for_none
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return OwnPart.apply(gradients[0], ctx.parameter), None
 

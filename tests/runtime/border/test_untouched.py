@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.harness.training import ADAMW, close, fixed, whole_state
+from tests.harness.training import ADAMW, Pair, close, fixed, whole_state
 from tests.harness.worlds import run
 
 f64 = torch.float64
@@ -61,3 +61,30 @@ def as_on_one_device(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_losses_in_turn_train_as_on_one_device(ranks: int) -> None:
     run(as_on_one_device, ranks)
+
+
+class Masked(nn.Module):
+    """Only the sign of the second argument is read, whose gradient is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(y > 0, self.layer(x), 0.0).square().sum(1)
+
+
+def leave_argument(rank: int, world_size: int, batch: str) -> None:
+    pair = Pair(Masked, strategy=fixed(3), batch=batch)
+    draw = torch.Generator().manual_seed(1)
+    for model in pair.models:
+        x, y = (torch.rand(4, 4, dtype=f64, generator=draw).requires_grad_() for _ in range(2))
+        model(x, y).mean().backward()
+        assert x.grad is not None
+        assert y.grad is None
+
+
+@pytest.mark.parametrize("batch", ["global", "local"])
+def test_gradient_of_an_argument_that_is_only_compared(batch: str) -> None:
+    run(leave_argument, 2, batch=batch)
