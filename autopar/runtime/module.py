@@ -373,8 +373,9 @@ class DistributedModule(StatefulModule):
     ) -> None:
         """Checks that all ranks have equal copies of replicated tensors.
 
-        Compares every parameter and buffer, or shards that several ranks have. All ranks call
-        this at once. Each training call compares a few elements by itself.
+        Compares every parameter and buffer, or shards that several ranks have, and how often
+        sharded parameters were changed. All ranks call this at once. Each training call compares
+        a few elements by itself.
 
         Args:
             optimizer: optimizer whose state and hyperparameters are compared too.
@@ -385,7 +386,9 @@ class DistributedModule(StatefulModule):
         """
         self.materialize_parameters()
         if self._protocol is not None:
-            compare_replicas(self._replicas, optimizer, self._context.stage, tolerance)
+            stage = self._context.stage
+            self._protocol.agree_on_writes(self._context.index.local.values(), stage)
+            compare_replicas(self._replicas, optimizer, stage, tolerance)
 
     # Parameters.
 

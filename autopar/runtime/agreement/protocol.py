@@ -7,7 +7,7 @@ import functools
 import math
 import pickle
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar._torch import HOOK_TABLES, pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
@@ -60,6 +61,7 @@ SIZES_ADVICE = "Sizes may differ under batch='local' without tp, cp, ep and pp."
 FREEZE_ADVICE = "Freeze the same parameters at the same step on every rank."
 HOOKS_ADVICE = "Register the same hooks on every rank."
 ZERO_ADVICE = "Call zero_grad() at the same steps on every rank."
+WRITE_ADVICE = "A rank has a part of each: change parameters at the same places on every rank."
 STEP_ADVICE = "Make the same optimizer steps with the same learning rates on every rank."
 
 
@@ -69,7 +71,7 @@ NEAR = 1e-3
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """Dtypes that norms of narrower ones are computed in."""
 
-_grad, _training = attrgetter("grad"), attrgetter("training")
+_grad, _training, _version = map(attrgetter, ("grad", "training", "_version"))
 _hook_tables = [attrgetter(name) for name in HOOK_TABLES]
 
 
@@ -105,6 +107,8 @@ class Protocol:
     num_calls: int = 0
     trained_elsewhere: dict[str, bool] = field(default_factory=dict)
     _sent_trained: Mapping[str, bool] = field(default_factory=dict)
+    _sharded: list[int] = field(default_factory=list)
+    _versions: int = 0
     _late_hashes: LateNumbers | None = None
     _late_samples: PendingSamples | None = None
     optimizer_steps: OptimizerSteps = field(default_factory=OptimizerSteps)
@@ -141,6 +145,23 @@ class Protocol:
         """Hashes of this call's tensors on the host, and of the last call's on accelerators."""
         late, self._late_hashes = self._late_hashes, device_hashes(leaves)
         return host_hash(leaves), "" if late is None else str(late.read())
+
+    def writes(self, parameters: Iterable[torch.Tensor], stage: int) -> Entry:
+        """The number of changes in place of sharded parameters since the last of these entries.
+
+        A rank alone that changes its parts changes a model that no rank has whole.
+        """
+        sharded = [each for each in parameters if isinstance(each, DTensor)]
+        before, self._sharded = self._sharded, list(map(id, sharded))
+        total, self._versions = self._versions, sum(map(_version, sharded))
+        count = self._versions - total if before == self._sharded else 0
+        event = "changed sharded parameters another number of times"
+        return Entry(event, count, stage, WRITE_ADVICE)
+
+    def agree_on_writes(self, parameters: Iterable[torch.Tensor], stage: int) -> None:
+        """Agrees on changes of sharded parameters since the last call."""
+        event = f"checks the replicas of {self.name}"
+        self.channel.exchange(event, [self.writes(parameters, stage)])
 
     def agree_on_call(self, entries: Sequence[Entry], replicas: Replicas, told: Told) -> int:
         """Starts the exchange about a call and some of its replicas; returns its number, from 1.
@@ -324,6 +345,7 @@ def call_entries(
         Entry("have other gradient hooks", num_hooks, stage, HOOKS_ADVICE),
         Entry("stepped another optimizer", steps.text, stage, STEP_ADVICE),
         Entry("stepped another optimizer", steps.text, same_groups, STEP_ADVICE),
+        protocol.writes(local, stage),
         Entry("hold gradients of other parameters", num_grads, stage, ZERO_ADVICE),
         Entry("hold back other gradients", unreduced, stage, CALL_ADVICE),
         Entry("have made no plan or one more", str(is_planned), advice=CALL_ADVICE),

@@ -17,7 +17,6 @@ from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.parameters.unread import UnreadTensor
 from autopar.runtime.parameters.whole_values import own_part, read_whole
 
-
 Backward = Callable[..., Any]
 
 
