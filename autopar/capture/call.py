@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,6 +115,13 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
+class Answer(NamedTuple):
+    """A number that Python reads from arguments, and the line of the user that reads it."""
+
+    place: tuple[str, int] | None
+    value: bool | int | float
+
+
 @dataclass(frozen=True)
 class Call:
     """Flattened (args, kwargs) of a call, tensors as `TensorSpec`, and their tree structure.
@@ -123,12 +130,14 @@ class Call:
         row_dims: the dim of each leaf that is the batch's, None for a leaf without rows.
         derivatives: what the results are differentiated by, one time after another. With any,
             the structure is that of ((args, kwargs), tangents of the first, ...).
+        answers: values that forward reads in Python from arguments of the whole batch, in order.
     """
 
     leaves: tuple[Any, ...]
     structure: Any
     row_dims: tuple[int | None, ...]
     derivatives: tuple[Derivative, ...] = ()
+    answers: tuple[Answer, ...] = ()
 
     @property
     def tensor_indices(self) -> tuple[int, ...]:
@@ -138,7 +147,7 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """A hashable key of the call; unhashable arguments are keyed by their repr."""
         leaves = tuple(x if _hashable(x) else repr(x) for x in self.leaves)
-        return leaves, self.structure, self.row_dims, self.derivatives
+        return leaves, self.structure, self.row_dims, self.derivatives, self.answers
 
     def with_batch_size(self, rows: int) -> Call:
         leaves = tuple(

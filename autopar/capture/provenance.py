@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -17,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.channels_last import channels_last_dims, in_channels_last
 from autopar.capture.traceable import traceable
+from autopar.capture.values.argument_reads import AnswerReads, ReadArguments
 from autopar.capture.values.constant_values import ConstantValues
+from autopar.capture.values.counted_shapes import with_counts
 from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
 from autopar.capture.values.parameter_reads import ParameterReads
@@ -51,9 +54,10 @@ class Annotate(TorchFunctionMode):
         parameters: ParameterReads,
         executed: ExecutedCode,
         raising: RaisingBranches,
+        arguments: AnswerReads | ReadArguments,
     ) -> None:
         super().__init__()
-        self.raising = raising
+        self.raising, self.arguments = raising, arguments
         self.parameters, self.executed = parameters, executed
         self.known, self.constants, self.real = known, constants, RealTensors()
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -95,11 +99,22 @@ class Annotate(TorchFunctionMode):
             return found[0]
         if (found := self.constants.read(func, args, kwargs)) is not None:
             return found[0]
-        if (found := self.raising.read(func, args, sys._getframe(1))) is not None:
+        frame = sys._getframe(1)
+        if (found := self.raising.read(func, args, frame)) is not None:
             return found[0]
+        place = functools.partial(user_position, frame)
+        if (found := self.arguments.read(func, args, kwargs, place)) is not None:
+            return found[0]
+
+        def read_value(func: Any, x: torch.Tensor) -> tuple[Any] | None:
+            found = self.constants.read(func, (x,), {})
+            return self.arguments.read(func, (x,), {}, place) if found is None else found
+
+        func, args, kwargs = with_counts(func, args, kwargs, read_value) or (func, args, kwargs)
         self.real.meet(given := tensors_in((args, kwargs)))
-        note = {"source": user_position(sys._getframe(1)), "module": self.module}
-        fx_traceback.get_current_meta()["custom"] = note
+        known = self.constants.know(given)
+        source = place()
+        fx_traceback.get_current_meta()["custom"] = {"source": source, "module": self.module}
         is_plain = not args or (self.is_dense and func is SDPA)
         form = func if is_plain else traceable(func)  # a form's first parameter has another name
         if not _calls_python(args, kwargs):
@@ -110,8 +125,8 @@ class Annotate(TorchFunctionMode):
             result = self.raising.check_in(result, given)
         finally:
             self.executed.resume()
-        self.real.check(given, result, user_position(sys._getframe(1)))
-        self.constants.follow(func, args, kwargs, given, result)
+        self.real.check(given, result, source)
+        self.constants.follow(func, args, kwargs, result, known=known)
         return result
 
 

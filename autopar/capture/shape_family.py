@@ -29,7 +29,7 @@ from autopar.capture.symbolic_sizes import (
 )
 from autopar.capture.trace import Capture
 from autopar.capture.values.compiler_branches import Site
-from autopar.capture.values.constant_values import Reading, Recipe
+from autopar.capture.values.replay import Replay
 from autopar.ir.graph import TrainingGraph
 
 aten = torch.ops.aten
@@ -142,14 +142,14 @@ class Template:
         base: capture of the first call.
         nodes: sizes of each of its nodes.
         expressions: symbolic expressions of the sizes.
-        readings: values that Python read from constants of symbolic sizes.
+        constants: values that Python read from constants of symbolic sizes.
     """
 
     base: Capture
     nodes: tuple[NodeSizes, ...]
     expressions: tuple[Any, ...]
     conditions: Conditions
-    readings: tuple[Reading, ...]
+    constants: Replay
 
     @staticmethod
     def of(base: Capture, symbolic: Capture, sizes: SymbolicSizes) -> Template:
@@ -181,7 +181,7 @@ class Template:
                 raise CapturesDiffer(f"arguments of {one} differ")
             types = _types(other.meta.get("val"), number)
             nodes.append(NodeSizes((args, kwargs) if has_sizes else None, types))
-        return Template(base, tuple(nodes), tuple(table), sizes.conditions(), symbolic.readings)
+        return Template(base, tuple(nodes), tuple(table), sizes.conditions(), symbolic.constants)
 
     def check(self, call: Call, made: Capture) -> None:
         """Raises CapturesDiffer unless a traced capture is the one that the template gives."""
@@ -198,8 +198,7 @@ class Template:
         binding = self.conditions.binding(call)
         if binding is None:
             return None
-        known: dict[Recipe, Any] = {}
-        if not all(reading.holds(binding, known) for reading in self.readings):
+        if not self.constants.holds(binding):
             return None
         sizes = evaluated(self.expressions, binding)
         graph = replace(self.base.graph, disposable=False).copy()

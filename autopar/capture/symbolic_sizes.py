@@ -33,7 +33,7 @@ def kind_of(call: Call) -> tuple[Any, ...]:
         else (type(x), repr(x))
         for x in call.leaves
     )
-    return leaves, call.structure, call.derivatives
+    return leaves, call.structure, call.derivatives, call.answers
 
 
 def sizes_of(call: Call) -> dict[Place, int]:

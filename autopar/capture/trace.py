@@ -34,8 +34,9 @@ from autopar.capture.state.side_effects import StatePolicy, Write, check_changes
 from autopar.capture.state.variables import Variable
 from autopar.capture.symbolic_sizes import SymbolicSizes, inline_sizes
 from autopar.capture.traced_call import TracedCall
+from autopar.capture.values.argument_reads import Readings
 from autopar.capture.values.compiler_branches import CompilerBranches, Site
-from autopar.capture.values.constant_values import Reading
+from autopar.capture.values.replay import NO_STEPS, Replay
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
 from autopar.formatting import first_line
@@ -60,7 +61,7 @@ class Capture:
         lifted: plain tensor attributes and frozen parameters that are buffers of the graph.
         rebound_buffers: buffers that every call rebinds to a new tensor.
         compiled: sites where the model was told of a compiler.
-        readings: values of constants that Python read.
+        constants: values of constants that Python read.
         traced: the graph in this rank's own order of operators, None while it is made.
         call: the call that was captured, of the whole batch.
         capture_s: duration of the capture in seconds.
@@ -80,7 +81,7 @@ class Capture:
     lifted: tuple[Attribute, ...] = ()
     rebound_buffers: frozenset[str] = frozenset()
     compiled: frozenset[Site] = frozenset()
-    readings: tuple[Reading, ...] = ()
+    constants: Replay = NO_STEPS
     traced: TrainingGraph | None = None
     call: Call | None = None
     capture_s: float = 0.0
@@ -181,6 +182,38 @@ def capture_symbolically(
     return _capture_of(traced, module)
 
 
+def read_arguments(
+    model: nn.Module,
+    call: Call,
+    values: Sequence[Tensor],
+    parameters: Mapping[str, ParameterInfo],
+    *,
+    device: torch.device,
+    differentiate: bool = True,
+    all_tangents: bool = False,
+    loss_fn: Callable[..., Any] | None = None,
+    lifted: frozenset[Attribute] = frozenset(),
+) -> Readings:
+    """Values that forward reads in Python from the tensor arguments of a call, which are `values`.
+
+    Forward runs on fake tensors, and computes beside them what follows from arguments alone.
+
+    Raises:
+        CaptureError: forward reads other values too, or cannot be traced.
+    """
+    _load_tracer()
+    policy = StatePolicy(lifted)
+    arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate, policy
+    traced = TracedCall(*arguments, branches=CompilerBranches())
+    traced.trace_all_blocks()
+    # forward may write them in place, here as well as when it is called
+    traced.values_of_arguments = [value.detach().clone() for value in values]
+    with _explained(model), traced.fake_mode, torch.set_grad_enabled(differentiate):
+        traced(*traced.inputs)
+    assert traced.reads_of_arguments is not None
+    return traced.reads_of_arguments.readings()
+
+
 def _load_tracer() -> None:
     """Loads Dynamo's modules outside of any mode, and of any record of what a model changes."""
     importlib.import_module("autopar._torch_dynamo")
@@ -221,7 +254,7 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         lifted=tuple(sorted(traced.policy.lifted)),
         rebound_buffers=frozenset(traced.rebound),
         compiled=traced.branches.compiled,
-        readings=tuple(traced.readings),
+        constants=Replay.of(traced.steps),
     )
 
 

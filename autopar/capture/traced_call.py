@@ -22,13 +22,15 @@ from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, wri
 from autopar.capture.state.variables import VariableSearch
 from autopar.capture.symbolic_sizes import SymbolicSizes
 from autopar.capture.traceable import traceable_modules
+from autopar.capture.values.argument_reads import AnswerReads, ReadArguments
 from autopar.capture.values.compiler_branches import CompilerBranches
-from autopar.capture.values.constant_values import ConstantValues, Reading
+from autopar.capture.values.constant_values import ConstantValues
 from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
 from autopar.capture.values.norm_statistics import with_kernels_dtypes
 from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.capture.values.raising_branches import RaisingBranches
+from autopar.capture.values.replay import Step
 from autopar.common.containers import Unreturned, flatten, hidden_tensors
 from autopar.common.deadline import check_time
 from autopar.errors import CaptureError
@@ -105,7 +107,9 @@ class TracedCall(nn.Module):
         sizes: symbols for sizes of the arguments, None for plain numbers.
         branches: answers to `torch.compiler.is_compiling()` in forward.
         keep: whether runs leave their Python changes in the model.
-        readings: values of constants that Python read in the last run.
+        steps: how constants came about in the last run, and what Python read of them.
+        values_of_arguments: tensor arguments whose values forward may read.
+        reads_of_arguments: what it read of them in the last run.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
     """
@@ -128,7 +132,7 @@ class TracedCall(nn.Module):
         self.model = (model,)  # a tuple hides its parameters from this module
         self.loss_fn = (loss_fn,)
         # gradients inside of the graph end the shared blocks' inputs and outputs elsewhere
-        sharing = () if call.derivatives else parameters.values()
+        sharing = () if call.derivatives or call.answers else parameters.values()
         blocks = dict.fromkeys(info.block for info in sharing if info.block)
         self.repeats = RepeatedBlocks(model, tuple(blocks))
         self.call, self.all_tangents = call, all_tangents
@@ -160,8 +164,10 @@ class TracedCall(nn.Module):
         self.known = {i: spec.value() for i, spec in specs.items() if spec.values is not None}
         self.search = VariableSearch(model, loss_fn)
         self.effects = Effects(model)
-        self.readings: list[Reading] = []
+        self.steps: list[Step] = []
         self.rebound: tuple[str, ...] = ()
+        self.values_of_arguments: Sequence[torch.Tensor] | None = None
+        self.reads_of_arguments: ReadArguments | None = None
         self.leaves: tuple[Any, ...] = ()
         self.tensor_leaves: tuple[bool, ...] = ()
         self.differentiable: tuple[bool, ...] = ()
@@ -180,8 +186,8 @@ class TracedCall(nn.Module):
         leaves = list(self.call.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = self.known.get(position, tensor)
-        arguments = pytree.tree_unflatten(leaves, self.call.structure)
-        (args, kwargs), *tangents = arguments if self.call.derivatives else (arguments,)
+        tree = pytree.tree_unflatten(leaves, self.call.structure)
+        (args, kwargs), *tangents = tree if self.call.derivatives else (tree,)
         (model,), (loss_fn,) = self.model, self.loss_fn
         known = dict(zip(self.names, self.values, strict=True))
         known |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
@@ -193,12 +199,18 @@ class TracedCall(nn.Module):
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fake_mode.refusing_seeds())
-            self.readings = (constants := ConstantValues()).readings
+            self.steps = (constants := ConstantValues()).steps
             known_values = KnownValues(self.known.values())
             executed = ExecutedCode()
             parameters = ParameterReads(known, self.infos)
             raising = RaisingBranches()
-            annotate = Annotate(model, known_values, constants, parameters, executed, raising)
+            arguments: AnswerReads | ReadArguments = AnswerReads(self.call.answers)
+            if self.values_of_arguments is not None:
+                constants.add_arguments(tensors, self.values_of_arguments)
+                arguments = self.reads_of_arguments = ReadArguments(constants)
+            annotate = Annotate(
+                model, known_values, constants, parameters, executed, raising, arguments
+            )
             if self.call.derivatives:  # fused attention has one derivative
                 annotate.is_dense = True
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -53,12 +53,11 @@ from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
-from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.parameters.sharded import in_layout_of
-from autopar.runtime.rng import RandomStream, keep_random_state
+from autopar.runtime.rng import RandomStream
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
 """Finds strategies for a call that the plan does not cover, the same on every rank."""
@@ -229,21 +228,18 @@ class ExecutionContext:
     def _capture(
         self, shard: BatchShard, differentiate: bool, known: dict[Any, Capture]
     ) -> Capture:
-        parameters = self._current_parameters()
-
         def capture_call(call: Call) -> Capture:
             if call.key in known:
                 return known[call.key]
-            begin = perf_counter()
-            options = self._capture_options(differentiate)
+            begin, options = perf_counter(), self.capture_options(differentiate)
             key = kind_of(call), differentiate, *self.mode_key
             family = self.families.get(key) or self.families.add(key, ShapeFamily(), MANY_SHAPES)
             with self.autocast():
                 made = family.capture(
                     call,
-                    lambda call: capture(self.model, call, parameters, **options),
+                    lambda call: capture(self.model, call, **options),
                     lambda call, sizes, compiled: capture_symbolically(
-                        self.model, call, parameters, sizes, compiled=compiled, **options
+                        self.model, call, sizes=sizes, compiled=compiled, **options
                     ),
                 )
             self.guards.add(made.reads, made.classes, made.variables, made.lifted)
@@ -268,15 +264,10 @@ class ExecutionContext:
             warn_of_local_writes(made, self.model)
         return made
 
-    def trace_again(self, captured: Capture) -> Capture:
-        """Captures the call of a capture in full, and keeps nothing of it."""
-        assert captured.call is not None
-        options, parameters = self._capture_options(differentiate=True), self._current_parameters()
-        with keep_random_state(self.device), apart_from_hooks(), self.autocast():
-            return capture(self.model, captured.call, parameters, **options)
-
-    def _capture_options(self, differentiate: bool) -> dict[str, Any]:
+    def capture_options(self, differentiate: bool) -> dict[str, Any]:
+        """Keyword arguments of `capture` and its like."""
         return {
+            "parameters": self._current_parameters(),
             "device": self.device,
             "differentiate": differentiate,
             "all_tangents": self.all_tangents,

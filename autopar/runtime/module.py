@@ -287,8 +287,12 @@ class DistributedModule(StatefulModule):
         try:
             return self._executor.run(shard, holds_back)
         except CaptureError as error:
-            self._check_runs(leaves, structure, error)
-            raise
+            values = self._argument_values
+            if not values.explain(error, self._context, leaves, structure):
+                self._check_runs(leaves, structure, error)
+                raise
+        answered = values.answer(shard, self._context, leaves, structure)
+        return self._run_shard(answered, leaves, structure)
 
     def _run_fallback(self, shard: BatchShard) -> Any:
         options, inner, tensors = self._options, self._fallback[0], iter(shard.tensors)

@@ -26,6 +26,7 @@ from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.agreement.turn import Turn
+from autopar.runtime.border.argument_values import ArgumentValues
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.compiler_branches import warn_of_branches
@@ -79,11 +80,15 @@ OWN_ATTRIBUTES = {
     "_watch",
     "_retracing",
     "_groups",
+    "_argument_values",
 }
 """Attributes of the wrapper itself; all others are the model's."""
 
 
-_OF_ONE_COPY = {"_context", "_executor", "_protocol", "_deferred", "_watch", "_retracing"}
+_OF_ONE_COPY = {
+    *("_context", "_executor", "_protocol", "_deferred", "_watch", "_retracing"),
+    "_argument_values",
+}
 """Attributes that each copy makes anew."""
 
 SHARED_BY_COPIES = {"plan", "mesh", "_groups", "_make_plan", "_make_fallback"}
@@ -134,7 +139,7 @@ class PlannedModule(nn.Module):
         infos, stream = dict(parameters), RandomStream(options, device)
         self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
         self._protocol, self._watch = Protocol.of(model), StepWatch()
-        self._retracing = Retracing()
+        self._retracing, self._argument_values = Retracing(), ArgumentValues()
         if self._protocol is not None:
             self._context.turn = self._protocol.channel.turn
         self._executor: SpmdExecutor | PipelineExecutor | None = None
@@ -239,6 +244,8 @@ class PlannedModule(nn.Module):
                 warn_of_branches(self._context, first_rows(*sizes), capture(*sizes))
             self.apply_plan(plan)
         except CaptureError as error:
+            if self._argument_values.explain(error, self._context, leaves, structure):
+                return self._plan_for_training(leaves, structure)
             self._check_runs(leaves, structure, error)
             self.materialize_parameters()
             # ranks with equal rows have equal weights, so means stay the same
@@ -360,6 +367,7 @@ class PlannedModule(nn.Module):
         made._protocol = None if protocol is None else protocol.of_copy()
         made._deferred, made._executor = None, made._new_executor()
         made._watch, made._retracing = StepWatch(), Retracing()
+        made._argument_values = ArgumentValues(self._argument_values.are_read)
         if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
             made._executor.programs = self._executor.programs
         return made
@@ -397,18 +405,20 @@ class PlannedModule(nn.Module):
         strict: bool = False,
     ) -> BatchShard:
         options = options or self._options
-        index, ranks = options.dp_rank(rank()), options.dp_size
-        return batch_shard_of(
+        shard = batch_shard_of(
             leaves,
             structure,
             mode=options.batch,
-            rank=index,
-            ranks=ranks,
+            rank=options.dp_rank(rank()),
+            ranks=options.dp_size,
             static=options.static,
             shares=options.row_shares,
             stated=options.rows,
             strict=strict,
         )
+        if self._fallback:
+            return shard
+        return self._argument_values.answer(shard, self._context, leaves, structure)
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:
         if self.plan is None:

@@ -11,10 +11,12 @@ from itertools import zip_longest
 from time import perf_counter
 from typing import Any
 
-from autopar.capture.trace import Capture
+from autopar.capture.trace import Capture, capture
 from autopar.errors import CaptureError
 from autopar.runtime.agreement.captured_graph import describe, without_source
+from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext
+from autopar.runtime.rng import keep_random_state
 
 SPARING = 20.0
 """Seconds of training for each second of tracing again, so that it costs a twentieth at most."""
@@ -65,7 +67,10 @@ class Retracing:
         if due is None or due.mode != context.mode_key:
             return
         assert due.capture.traced is not None
-        one, other = describe(due.capture.traced), describe(context.trace_again(due.capture).graph)
+        one, other = (
+            describe(due.capture.traced),
+            describe(_trace_again(context, due.capture).graph),
+        )
         self.begin = perf_counter()
         pairs = zip_longest(one, other, fillvalue="nothing more")
         changes = ((a, b) for a, b in pairs if without_source(a) != without_source(b))
@@ -77,3 +82,11 @@ class Retracing:
                 "Its forward reads something that changes and that autopar cannot follow, such as "
                 "a clock. Give it as an argument, or keep it in an attribute of the model."
             )
+
+
+def _trace_again(context: ExecutionContext, captured: Capture) -> Capture:
+    """Captures the call of a capture in full, and keeps nothing of it."""
+    assert captured.call is not None
+    options = context.capture_options(differentiate=True)
+    with keep_random_state(context.device), apart_from_hooks(), context.autocast():
+        return capture(context.model, captured.call, **options)

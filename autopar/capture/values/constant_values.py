@@ -6,16 +6,17 @@ each beside its traced tensor. It notes how, since a value that was read may dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar._torch import hint_of, pytree
-from autopar.capture.symbolic_sizes import evaluated
+from autopar.capture.values.counted_shapes import count_nonzero, total, with_item
 from autopar.capture.values.pure_calls import run_purely, tensors_in
+from autopar.capture.values.replay import Step, Value
 
 MOST_ELEMENTS = 2**20
 """Elements of the largest tensor whose values are kept: 8 MiB of int64."""
@@ -26,11 +27,11 @@ MOST_WHOLE = 256
 _FACTORIES = frozenset(
     {torch.tensor, torch.as_tensor, torch.arange, torch.zeros, torch.ones, torch.full}
 )
-_READS = frozenset(
+READS = frozenset(
     {
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
         *(Tensor.__contains__, Tensor.item, Tensor.tolist, Tensor.equal),
-        *(torch.equal, torch.is_nonzero),
+        *(torch.equal, torch.is_nonzero, count_nonzero, total),
     }
 )
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -38,94 +39,84 @@ _SHAPES_OF_ANOTHER = frozenset({Tensor.view_as, Tensor.reshape_as, Tensor.expand
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
-    """A function and its arguments: tensors are recipes, and sizes may be symbols.
-
-    Attributes:
-        index: which tensor of the function's result; None for the whole result.
-    """
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    index: int | None = None
-
-    def made(self, binding: Mapping[Any, int], known: dict[Recipe, Any]) -> Any:
-        """The result with sizes for symbols; `known` holds the results so far."""
-
-        def concrete(leaf: Any) -> Any:
-            if isinstance(leaf, Recipe):
-                return leaf.made(binding, known)
-            if isinstance(leaf, torch.SymInt):
-                return evaluated([leaf.node.expr], binding)[0]
-            return leaf
-
-        if self not in known:
-            args, kwargs = pytree.tree_map(concrete, (self.args, dict(self.kwargs)))
-            result = self.func(*args, **kwargs)
-            known[self] = result if self.index is None else tensors_in(result)[self.index]
-        return known[self]
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """A value that Python read, and its recipe."""
-
-    recipe: Recipe
-    value: Any
-
-    def holds(self, binding: Mapping[Any, int], known: dict[Recipe, Any]) -> bool:
-        """Whether Python reads the same at other sizes; `known` as in `Recipe.made`."""
-        return bool(self.recipe.made(binding, known) == self.value)
-
-
-@dataclass(frozen=True, eq=False)
 class _Constant:
     traced: Tensor  # keeps its id from being used again
     version: int
     value: Tensor
-    recipe: Recipe
+    number: int
+    of_arguments: bool
 
 
 class ConstantValues:
     """Constants of a trace, found by their traced tensors.
 
+    In a run that looks for values of arguments, these count too.
+
     Attributes:
-        readings: values that Python read so far.
+        steps: how the constants came about, and what Python read of them.
+        arguments: numbers of the arguments among the tensors of the steps.
     """
 
     def __init__(self) -> None:
         self._constants: dict[int, _Constant] = {}
-        self.readings: list[Reading] = []
+        self._count = 0
+        self.steps: list[Step] = []
+        self.arguments: list[int] = []
 
     def read(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any] | None:
         """The value that a function reads from constants alone, in a tuple; else None."""
-        if func not in _READS or not self._all_known(tensors_in((args, kwargs))):
+        return self._read(func, args, kwargs, of_arguments=False)
+
+    def read_argument(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any] | None:
+        """The value that a function reads from arguments of the call, in a tuple; else None."""
+        return self._read(func, args, kwargs, of_arguments=True)
+
+    def _read(self, func: Any, args: Any, kwargs: Any, *, of_arguments: bool) -> tuple[Any] | None:
+        tensors = tensors_in((args, kwargs))
+        if func not in READS or not self.know(tensors):
             return None
-        value = self._run(func, args, kwargs)
-        self.readings.append(Reading(self._recipe(func, args, kwargs), value))
-        return (value,)
+        if self._are_of_arguments(tensors) != of_arguments:
+            return None
+        read = (self._run(func, args, kwargs),)
+        self.steps.append(replace(self._step(func, args, kwargs), read=read))
+        return read
+
+    def add_arguments(self, traced: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+        """Takes values of arguments for known, each beside its traced tensor."""
+        for tensor, value in zip(traced, values, strict=True):
+            (number,) = self._keep([tensor], [value], of_arguments=True)
+            self.arguments.append(number)
 
     def follow(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
         result: Any,
+        *,
+        known: bool,
     ) -> None:
-        """Computes the values of the traced result of a function of `given` tensors."""
+        """Computes the values of the traced result of a function of constants.
+
+        `known` is what `know` said of its tensors before it ran.
+        """
         if func is _SET_DATA:  # changes no version
             self._constants.pop(id(args[0]), None)
-        known = self._all_known(given) if given else func in _FACTORIES
+        if func is Tensor.__setitem__:
+            func, result = with_item, args[0]
+        known = known or (func in _FACTORIES and not tensors_in((args, kwargs)))
         made = tensors_in(result) if known and func not in _SHAPES_OF_ANOTHER else []
         if made and all(map(_is_small, made)):
             self._add(func, args, kwargs, made)
 
     def _add(self, func: Callable[..., Any], args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        given = [self._constants[id(tensor)].value for tensor in tensors_in((args, kwargs))]
+        tensors = tensors_in((args, kwargs))
+        of_arguments = self._are_of_arguments(tensors)
+        given = [self._constants[id(tensor)].value for tensor in tensors]
         try:
             values = tensors_in(self._run(func, args, kwargs))
         except Exception:  # an impure function, or a device that is not here
@@ -133,12 +124,38 @@ class ConstantValues:
         for value in values:
             if any(_writes_unseen(value, other) for other in given):
                 return self._forget(value)
-        if not run_purely(_are_whole, (values,), {}):
+        # a call computes with its arguments where they are, but constants are computed here
+        if not of_arguments and not run_purely(_are_whole, (values,), {}):
             return
-        recipe = self._recipe(func, args, kwargs)
-        for index, (traced, value) in enumerate(zip(made, values, strict=True)):
-            each = Recipe(recipe.func, recipe.args, recipe.kwargs, index)
-            self._constants[id(traced)] = _Constant(traced, traced._version, value, each)
+        step = self._step(func, args, kwargs)
+        written = [self._constants[id(x)] for x in made if any(x is tensor for tensor in tensors)]
+        numbers = self._keep(made, values, of_arguments)
+        aliases = {old: new for each in written for old, new in self._seen_by_aliases(each)}
+        self.steps.append(replace(step, results=numbers, writes=bool(written), aliases=aliases))
+
+    def _seen_by_aliases(self, written: _Constant) -> Iterator[tuple[int, int]]:
+        """Keeps constants in the memory of one that a step wrote; their old and new numbers.
+
+        They share its count of versions, and were known if they are as far behind as it was.
+        """
+        writes = written.traced._version - written.version
+        place = written.value.untyped_storage().data_ptr()
+        for other in list(self._constants.values()):
+            is_behind = other.version + writes == other.traced._version
+            if is_behind and other.value.untyped_storage().data_ptr() == place:
+                (number,) = self._keep([other.traced], [other.value], other.of_arguments)
+                yield other.number, number
+
+    def _keep(
+        self, traced: Sequence[Tensor], values: Sequence[Tensor], of_arguments: bool
+    ) -> tuple[int, ...]:
+        """Keeps values of traced tensors; the numbers that they get."""
+        numbers = tuple(range(self._count, self._count + len(traced)))
+        self._count += len(traced)
+        for tensor, value, number in zip(traced, values, numbers, strict=True):
+            known = _Constant(tensor, tensor._version, value, number, of_arguments)
+            self._constants[id(tensor)] = known
+        return numbers
 
     def _forget(self, value: Tensor) -> None:
         """Forgets the constants in the memory of a value."""
@@ -147,10 +164,13 @@ class ConstantValues:
             if constant.value.untyped_storage().data_ptr() == place:
                 del self._constants[key]
 
-    def _all_known(self, given: Sequence[Tensor]) -> bool:
-        """Whether all tensors are constants that nothing has written since."""
-        found = [self._constants.get(id(tensor)) for tensor in given]
+    def know(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all tensors, of one or more, are constants that nothing has written since."""
+        found = [self._constants.get(id(tensor)) for tensor in tensors]
         return bool(found) and all(x is not None and x.version == x.traced._version for x in found)
+
+    def _are_of_arguments(self, tensors: Sequence[Tensor]) -> bool:
+        return any(self._constants[id(tensor)].of_arguments for tensor in tensors)
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def concrete(leaf: Any) -> Any:
@@ -161,12 +181,14 @@ class ConstantValues:
         args, kwargs = pytree.tree_map(concrete, (args, dict(kwargs)))
         return run_purely(func, args, kwargs)
 
-    def _recipe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Recipe:
+    def _step(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Step:
         def described(leaf: Any) -> Any:
-            return self._constants[id(leaf)].recipe if isinstance(leaf, Tensor) else _on_cpu(leaf)
+            if isinstance(leaf, Tensor):
+                return Value(self._constants[id(leaf)].number)
+            return _on_cpu(leaf)
 
         args, kwargs = pytree.tree_map(described, (args, dict(kwargs)))
-        return Recipe(func, args, kwargs)
+        return Step(func, args, kwargs)
 
 
 def _writes_unseen(value: Tensor, other: Tensor) -> bool:

@@ -318,6 +318,7 @@ def call_entries(
     same_rows = "" if is_global else options.dp_rank(rank())
     compares_sizes = is_global or options.model_parallel_peers > 1
     arguments = _arguments(shard.call, structure, compares_sizes)
+    answers = tuple(answer.value for answer in shard.call.answers)
     # torch's DDP takes any sizes
     sizes = "" if options.ragged or has_fallback else _sizes(shard.call)
     batch_advice = SEED_ADVICE if is_global else PEERS_ADVICE
@@ -340,6 +341,7 @@ def call_entries(
             advice=batch_advice,
             shown="a batch with other values",
         ),
+        Entry("read other values of arguments", str(answers), advice=CALL_ADVICE),
         Entry("call under another autocast", _autocast(shard), advice=CALL_ADVICE),
         Entry("train other parameters", trained, stage, FREEZE_ADVICE),
         Entry("have other gradient hooks", num_hooks, stage, HOOKS_ADVICE),
