@@ -67,7 +67,7 @@ class AnswerReads:
 
 @dataclass(frozen=True)
 class Readings:
-    """What forward read from arguments in one run.
+    """Values that forward read from arguments in one run.
 
     Attributes:
         replay: how that follows from the tensor arguments.

@@ -130,10 +130,12 @@ class ConstantValues:
         step = self._step(func, args, kwargs)
         written = [self._constants[id(x)] for x in made if any(x is tensor for tensor in tensors)]
         numbers = self._keep(made, values, of_arguments)
-        aliases = {old: new for each in written for old, new in self._seen_by_aliases(each)}
+        aliases = dict(
+            pair for each in written for pair in self._seen_by_aliases(each, of_arguments)
+        )
         self.steps.append(replace(step, results=numbers, writes=bool(written), aliases=aliases))
 
-    def _seen_by_aliases(self, written: _Constant) -> Iterator[tuple[int, int]]:
+    def _seen_by_aliases(self, written: _Constant, of_arguments: bool) -> Iterator[tuple[int, int]]:
         """Keeps constants in the memory of one that a step wrote; their old and new numbers.
 
         They share its count of versions, and were known if they are as far behind as it was.
@@ -143,7 +145,8 @@ class ConstantValues:
         for other in list(self._constants.values()):
             is_behind = other.version + writes == other.traced._version
             if is_behind and other.value.untyped_storage().data_ptr() == place:
-                (number,) = self._keep([other.traced], [other.value], other.of_arguments)
+                depends = other.of_arguments or of_arguments
+                (number,) = self._keep([other.traced], [other.value], depends)
                 yield other.number, number
 
     def _keep(

@@ -85,28 +85,28 @@ def test_it_computes_what_the_plain_model_computes(function: Callable[..., Tenso
 
 
 def written(linear: Any, x: Tensor) -> Tensor:
-    """A view of the constant is overwritten with values of the input."""
+    """A view of the constant is overwritten with values of a parameter."""
     flags = torch.zeros(4, dtype=torch.int64)
-    flags[:2].add_(x.sum().long())
+    flags[:2].add_(linear.weight.sum().long())
     return linear(x).sum() if int(flags[0]) == 0 else linear(x).mean()
 
 
 def written_by_an_operator(linear: Any, x: Tensor) -> Tensor:
     """No name of a function tells that the operator writes."""
     flags = torch.full((4,), 3)
-    flags //= x.sum().long()
+    flags //= linear.weight.sum().long()
     return linear(x).sum() if int(flags[0]) == 3 else linear(x).mean()
 
 
 def written_through_data(linear: Any, x: Tensor) -> Tensor:
     flags = torch.zeros(4, dtype=torch.int64)
-    flags.data.add_(x.sum().long())
+    flags.data.add_(linear.weight.sum().long())
     return linear(x).sum() if int(flags[0]) == 0 else linear(x).mean()
 
 
 def written_through_a_view(linear: Any, x: Tensor) -> Tensor:
     flags = torch.zeros(4, dtype=torch.int64)
-    flags.view(2, 2)[0] = x.sum().long()
+    flags.view(2, 2)[0] = linear.weight.sum().long()
     return linear(x).sum() if int(flags[0]) == 0 else linear(x).mean()
 
 

@@ -73,7 +73,6 @@ class Divides(Packed):
 
 def refused_on_rank(rank: int, world_size: int) -> None:
     for model, change, error, match in (
-        (Packed(), {}, CaptureError, "needs the value of a tensor"),
         (Writes(), {"static": ["lengths"]}, CaptureError, "writes computed values"),
         (Divides(), {"static": ["lengths"]}, CaptureError, "writes computed values"),
         (Packed(), {"static": ["packed"]}, BatchError, "at most 4096 integers"),
