@@ -26,10 +26,8 @@ from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.agreement.turn import Turn
-from autopar.runtime.border.argument_values import ArgumentValues
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.codegen.surroundings import apart_from_hooks
-from autopar.runtime.compiler_branches import warn_of_branches
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
 from autopar.runtime.group_cache import group_of
@@ -48,9 +46,11 @@ from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh
-from autopar.runtime.retracing import Retracing
 from autopar.runtime.rng import RandomStream, keep_random_state
 from autopar.runtime.spmd.executor import SpmdExecutor
+from autopar.runtime.tracing.argument_values import ArgumentValues
+from autopar.runtime.tracing.compiler_branches import warn_of_branches
+from autopar.runtime.tracing.retracing import Retracing
 from autopar.runtime.user_class import specialized
 from autopar.runtime.watch.steps import StepWatch
 

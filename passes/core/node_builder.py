@@ -66,7 +66,9 @@ def _key(value: Any, modes: list[FakeTensorMode]) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, FakeTensor):
             modes.append(value.fake_mode)
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+        bits = value.is_conj(), value.is_neg()  # the conjugate of a conjugate is plain again
+        layout = tuple(value.shape), value.stride(), value.storage_offset()
+        return *layout, value.dtype, value.device, bits
     if isinstance(value, (list, tuple)):
         return type(value), *(_key(item, modes) for item in value)
     if isinstance(value, dict):
