@@ -23,10 +23,10 @@ def memoized_capture(known: dict[Any, Capture] | None = None) -> Iterator[None]:
     captures = {} if known is None else known
 
     @functools.wraps(capture)
-    def memoized(model: Any, call: Call, *args: Any, **options: Any) -> Capture:
+    def memoized(model: Any, call: Call, parameters: Any, **options: Any) -> Capture:
         key = (call.leaves, call.structure, tuple(options.items()))
         if key not in captures:
-            captures[key] = capture(model, call, *args, **options)
+            captures[key] = capture(model, call, parameters, **options)
         return captures[key]
 
     with mock.patch("autopar.runtime.context.capture", memoized):

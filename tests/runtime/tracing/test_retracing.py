@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError, DisagreementError
-from autopar.runtime import retracing
+from autopar.runtime.tracing import retracing
 from tests.harness.training import fixed
 from tests.harness.worlds import Raised, run
 
