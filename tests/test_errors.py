@@ -295,18 +295,23 @@ def test_an_optimizer_made_before_compile_is_refused() -> None:
 
 
 class Branching(nn.Module):
-    """Python that depends on the values of a tensor."""
+    """Python that depends on values of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            return x.sum()
-        return x.mean()
+        h = self.linear(x)
+        if h.sum() > 0:
+            return h.sum()
+        return h.mean()
 
 
 def test_what_cannot_be_captured_names_the_line() -> None:
     model = autopar.compile(Branching(), fallback=False)
-    with pytest.raises(autopar.CaptureError, match=r"test_errors.py:\d+: if x.sum\(\) > 0"):
-        model(torch.ones(2))
+    with pytest.raises(autopar.CaptureError, match=r"test_errors.py:\d+: if h.sum\(\) > 0"):
+        model(torch.ones(3, 2))
 
 
 class Lookup(nn.Module):

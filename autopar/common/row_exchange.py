@@ -26,7 +26,7 @@ from torch import distributed as dist
 from autopar._torch import group_timeout
 from autopar.common.groups import backends_of, gather_values, has_ended
 
-RECORD_NUMBERS = 54
+RECORD_NUMBERS = 58
 """Numbers, of 8 bytes, of a record that ranks exchange before they communicate otherwise."""
 
 MAX_DIRECT_RANKS = 8

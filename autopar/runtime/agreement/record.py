@@ -63,7 +63,14 @@ def _text_hash(text: str) -> int:
 def encode(
     event: str, entries: Sequence[Entry], payload_bytes: int, samples: Sequence[int]
 ) -> list[int]:
-    """The record of a rank, which has the same length for every event."""
+    """The record of a rank, which has the same length for every event.
+
+    Raises:
+        ValueError: there are more than `MAX_ENTRIES`.
+    """
+    # a longer record would leave numbers in the sockets, and every later exchange would hang
+    if len(entries) > MAX_ENTRIES:
+        raise ValueError(f"{len(entries)} entries in a record that has room for {MAX_ENTRIES}")
     names = ",".join(entry.name for entry in entries)
     numbers = [_text_hash(f"{event}|{names}"), payload_bytes, *samples]
     numbers += [0] * (HEADER_NUMBERS - len(numbers))
