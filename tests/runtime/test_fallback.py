@@ -38,7 +38,7 @@ class Penalised(Branching):
 
 
 class Choosing(nn.Module):
-    """A model that chooses a block by its input, and never uses the last one."""
+    """A model that chooses a block by its first layer, and never uses the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Choosing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
-        return self.blocks[int(x[0, 0].item() > 0)](y).square().mean()
+        return self.blocks[int(y[0, 0].item() > 0)](y).square().mean()
 
 
 def rows(step: int) -> Tensor:
