@@ -37,7 +37,18 @@ def _layout(name: object) -> torch.layout:
 def _memory_format(code: object) -> Enum:
     if type(code) is not int:
         raise pickle.UnpicklingError(f"{INDEX} names a memory format that torch has not")
-    return type(TensorProperties().__getstate__()[3])(code)
+    return _memory_formats()(code)
+
+
+def _memory_formats() -> type[Enum]:
+    return type(TensorProperties().__getstate__()[3])
+
+
+def _member(kind: object, name: object) -> Enum:
+    """The memory format of this name, as Python 3.11.0 to 3.11.3 pickle it."""
+    if kind is not _memory_format or type(name) is not str:
+        raise pickle.UnpicklingError(f"{INDEX} names an attribute that no index holds")
+    return _memory_formats()[name]
 
 
 _METADATA = Metadata.__module__
@@ -61,6 +72,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("builtins", "getattr"): _member,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,  # Python 3.13
 }

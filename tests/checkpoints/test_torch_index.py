@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+)
 
 from autopar.checkpoints.torch_index import INDEX, read_index
 
@@ -47,9 +52,28 @@ def test_torch_writes_what_is_read(tmp_path: Path) -> None:
     assert index == pickle.loads((tmp_path / INDEX).read_bytes())
 
 
+class _ByName(pickle.Pickler):
+    """Pickles members of an Enum as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_indices_of_python_3_11_2_are_read(tmp_path: Path) -> None:
+    checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    written = io.BytesIO()
+    _ByName(written).dump(index := pickle.loads((tmp_path / INDEX).read_bytes()))
+    assert b"getattr" in written.getvalue()
+    assert read_index(tmp_path, io.BytesIO(written.getvalue())) == index
+
+
 @pytest.mark.parametrize(
     "content",
     [
+        pickle.dumps(_Call(getattr, Path, "touch")),
+        pickle.dumps(_Call(getattr, _MEM_FORMAT_ENCODING, "__class__")),
         _pickled_with_key(_nested()),
         pickle.dumps(Metadata({}, planner_data={"a": _nested()})),
         pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("../b", 0, 1)})),
