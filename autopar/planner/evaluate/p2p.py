@@ -119,12 +119,15 @@ def _tied_parameter_s(
     for index, graph in enumerate(stages.stages):
         user = pipeline.rank_of(index)
         for role, node in zip(graph.inputs, graph.placeholders, strict=True):
-            if not isinstance(role, Parameter):
-                continue
-            owner = pipeline.rank_of(pipeline.owners[role.name])
-            if owner != user:
-                nbytes = tensor_bytes(tensors(node)[0])
-                tied[owner, user] += nbytes
-                back[user, owner] += nbytes * (graph.result(Gradient(role)) is not None)
-    times = [[link.seconds(n, *pair) for pair, n in table.items()] for table in (tied, back)]
+            if isinstance(role, Parameter):
+                owner = pipeline.rank_of(pipeline.owners[role.name])
+                tied[owner, user] += tensor_bytes(tensors(node)[0])
+        for name in pipeline.owners:
+            if (gradient := graph.result(Gradient(Parameter(name)))) is not None:
+                owner = pipeline.rank_of(pipeline.owners[name])
+                back[user, owner] += tensor_bytes(tensors(gradient)[0])
+    times = [
+        [link.seconds(n, *pair) for pair, n in table.items() if pair[0] != pair[1]]
+        for table in (tied, back)
+    ]
     return max(times[0], default=0.0), max(times[1], default=0.0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -30,6 +31,14 @@ from autopar.runtime.pipeline.schedule import Schedule
 from autopar.runtime.pipeline.stage import Stage, StageBackward, StageProgram
 
 logger = logging.getLogger(__name__)
+
+
+class TiedParameter(NamedTuple):
+    """A parameter that several ranks of the pipeline have: one stores it."""
+
+    name: str
+    owner: int
+    others: list[int]
 
 
 @dataclass
@@ -103,22 +112,31 @@ class CompiledPipelineCall:
         forward, backward = split_orders(p.ranks, self.micro_batches, p.stages_per_rank)
         return self._schedule(forward), self._schedule(backward)
 
-    # Parameters that several ranks of the pipeline use: (name, owner, other users).
+    # Parameters that other ranks of the pipeline than their owners read, or have gradients of.
 
-    @cached_property
-    def _tied_params(self) -> list[tuple[str, int, list[int]]]:
+    def _others(self, has: Callable[[TrainingGraph, Parameter], bool]) -> list[TiedParameter]:
+        """The parameters that ranks other than the owner have, by their stages' graphs."""
         found, rank_of = [], self.pipeline.rank_of
         for name, stage in self.pipeline.owners.items():
             role, owner = Parameter(name), rank_of(stage)
-            users = {rank_of(i) for i, g in enumerate(self.graphs.stages) if role in g.inputs}
-            if users - {owner}:
-                found.append((name, owner, sorted(users - {owner})))
+            ranks = {rank_of(i) for i, graph in enumerate(self.graphs.stages) if has(graph, role)}
+            if others := sorted(ranks - {owner}):
+                found.append(TiedParameter(name, owner, others))
         return found
+
+    @cached_property
+    def _read_elsewhere(self) -> list[TiedParameter]:
+        return self._others(lambda graph, role: role in graph.inputs)
+
+    @cached_property
+    def _trained_elsewhere(self) -> list[TiedParameter]:
+        """Those that others read, and those whose gradient is the loss's own, on the last stage."""
+        return self._others(lambda graph, role: graph.result(Gradient(role)) is not None)
 
     def send_tied_params(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Sends parameters from their owners to other users; returns the received ones."""
         received, transfers = {}, []
-        for name, owner, users in self._tied_params:
+        for name, owner, users in self._read_elsewhere:
             if self.pp_rank == owner:
                 value = parameters[name].contiguous()
                 transfers += [dist.isend(value, group=self.group, group_dst=u) for u in users]
@@ -137,26 +155,20 @@ class CompiledPipelineCall:
     ) -> None:
         """Sends local gradients of tied parameters to their owners, which add them up in place."""
         received, transfers = [], []
-        for name, owner, users in self._tied_params:
+        for name, owner, others in self._trained_elsewhere:
             if self.pp_rank == owner:
-                for user in users:
-                    if not self._trains(name, user):
-                        continue
+                for other in others:
                     value = torch.empty_like(
                         parameters[name], memory_format=torch.contiguous_format
                     )
-                    transfers.append(dist.irecv(value, group=self.group, group_src=user))
+                    transfers.append(dist.irecv(value, group=self.group, group_src=other))
                     received.append((name, value))
-            elif self.pp_rank in users and self._trains(name, self.pp_rank):
+            elif self.pp_rank in others:
                 value = gradients.pop(name).contiguous()
                 transfers.append(dist.isend(value, group=self.group, group_dst=owner))
         _wait(transfers)
         for name, value in received:
             gradients[name] = gradients[name] + value if name in gradients else value
-
-    def _trains(self, name: str, pp_rank: int) -> bool:
-        graphs = (self.graphs.stages[stage] for stage in self.pipeline.stages_of(pp_rank))
-        return any(graph.result(Gradient(Parameter(name))) is not None for graph in graphs)
 
 
 def _wait(transfers: Sequence[dist.Work | None]) -> None:

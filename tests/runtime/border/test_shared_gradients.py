@@ -1,6 +1,7 @@
 """Parameters of a sum have one tensor as their gradients, each of which is accumulated apart."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ class Merged(nn.Module):
         return h.square().mean() + self.scale + self.shift
 
 
-def accumulate(rank: int, world_size: int, strategy: dict[str, int], holds_back: bool) -> None:
+def accumulate(rank: int, world_size: int, strategy: dict[str, Any], holds_back: bool) -> None:
     pair = Pair(Merged, strategy=fixed(strategy.pop("zero", 0), **strategy))
     generator = torch.Generator().manual_seed(1)
     batches = [torch.rand(4, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -40,8 +41,16 @@ def accumulate(rank: int, world_size: int, strategy: dict[str, int], holds_back:
 
 @pytest.mark.parametrize(
     ("strategy", "holds_back"),
-    [({"zero": 3}, True), ({"tp": 2}, False), ({"tp": 2}, True), ({"pp": 2}, False), ({}, True)],
+    [
+        ({"zero": 3}, True),
+        ({"tp": 2}, False),
+        ({"tp": 2}, True),
+        ({"pp": 2}, False),
+        ({"pp": 2, "split_points": ("shift",)}, False),  # the gradient of scale is the loss's own
+        ({"pp": 2, "split_points": ("shift",)}, True),
+        ({}, True),
+    ],
     ids=str,
 )
-def test_accumulated_gradients(strategy: dict[str, int], holds_back: bool) -> None:
+def test_accumulated_gradients(strategy: dict[str, Any], holds_back: bool) -> None:
     run(accumulate, 2, strategy=strategy, holds_back=holds_back)
