@@ -78,6 +78,9 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     }
     for plain in model.parameters():
         _keep_hooks(replicated[id(plain)], _hooks_of(plain))
+        if plain.grad is not None:
+            gradient = DTensor.from_local(plain.grad.detach(), mesh, placements)
+            replicated[id(plain)].grad = as_sharded(gradient)
     _refuse_stale_optimizers(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -102,12 +105,18 @@ def distribute_parameters(
             assert isinstance(parameter, DTensor)
             if parameter.device_mesh != mesh or parameter.placements != placements:
                 part = distribute_replicated(local_part(parameter.detach()), mesh, placements)
-                swap_parameter(parameter, parameter_like(parameter, part))
+                swapped = parameter_like(parameter, part)
+                if parameter.grad is not None:  # of a loop that uses it before the first call
+                    whole = local_part(parameter.grad)
+                    swapped.grad = distribute_replicated(whole, mesh, placements)
+                swap_parameter(parameter, swapped)
 
 
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps the tensors of two parameters in place; the user's hooks stay."""
     hooks = _hooks_of(parameter)
+    if parameter.requires_grad:
+        _refuse_earlier_graphs(parameter)
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError:  # an uncollected autograd graph may reference it
@@ -116,11 +125,38 @@ def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
             torch.utils.swap_tensors(parameter, other)
         except RuntimeError as error:
             raise StrategyError(
-                "a parameter cannot be sharded in place, since something keeps a weak reference to "
-                "it, as recurrent layers do. Give autopar.compile example_inputs, or a strategy "
-                "that leaves parameters whole."
+                f"a parameter of shape {list(parameter.shape)} cannot be sharded in place, since "
+                "something refers to it: a view, or a loss that was computed before the first "
+                f"call of the model. {_SHARD_ADVICE}"
             ) from error
     _keep_hooks(parameter, hooks)
+
+
+_SHARD_ADVICE = (
+    "Compute it after that call, or give autopar.compile example_inputs, so that parameters are "
+    "sharded at once, or a strategy that leaves them whole."
+)
+
+
+def _refuse_earlier_graphs(parameter: nn.Parameter) -> None:
+    """Makes a backward through graphs with the tensor that is swapped out raise StrategyError.
+
+    Their gradient would be that tensor's.
+    """
+
+    def refuse(*_: Any) -> None:
+        raise StrategyError(
+            f"a loss reaches a parameter of shape {list(parameter.shape)} through operations "
+            "before the first call of the model, which sharded the parameter: its gradient would "
+            f"be lost. {_SHARD_ADVICE}"
+        )
+
+    with torch.enable_grad():  # an alias is made of each rank's part, without communication
+        alias = torch.ops.aten.alias(parameter)
+    assert alias.grad_fn is not None
+    node = alias.grad_fn.next_functions[0][0]
+    assert node is not None
+    node.register_prehook(refuse)
 
 
 def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:

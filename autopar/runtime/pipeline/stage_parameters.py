@@ -65,7 +65,13 @@ def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
     optimizer's next step forgets it.
     """
     dropped = [p for name, p in model.named_parameters() if name not in names]
+    kept = [p for name, p in model.named_parameters() if name in names and p.requires_grad]
     with without_weight_references(model):
+        # ranks refuse the graphs of a loop that has used a parameter, whoever keeps it
+        for parameter in kept:
+            swapped = parameter_like(parameter, parameter.detach())
+            swapped.grad = parameter.grad
+            swap_parameter(parameter, swapped)
         for parameter in dropped:
             if not is_remote(parameter):
                 part = local_part(parameter.detach()).to("meta")

@@ -18,6 +18,25 @@ class L2(Element):
         return 0.01 * sum((p.square().sum() for p in loop.model.parameters()), torch.zeros(()))
 
 
+class PenaltyFirst(Element):
+    """A penalty is backpropagated before the model is called."""
+
+    def batch(self, loop: Loop, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        (0.01 * sum(p.square().sum() for p in loop.model.parameters())).backward()
+        return x, y
+
+
+class Probed(Element):
+    """Gradients of a trial backward before the first step are discarded, and their sum kept."""
+
+    def before_training(self, loop: Loop) -> None:
+        total = sum(p.sum() for p in loop.model.parameters())
+        total.backward()
+        loop.observe(sum(p.grad.sum() for p in loop.model.parameters() if p.grad is not None))
+        loop.model.zero_grad()
+        self.first = total
+
+
 class Norms(Element):
     """A penalty on the norms of matrices."""
 
@@ -209,6 +228,8 @@ class Orthogonal(Element):
 
 ELEMENTS: dict[str, type[Element]] = {
     "l2": L2,
+    "penalty_first": PenaltyFirst,
+    "probed": Probed,
     "norms": Norms,
     "anchored": Anchored,
     "decay": Decay,
