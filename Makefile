@@ -10,12 +10,13 @@ TORCH ?= torch==2.13.0
 NPROC ?=
 STEPS ?=
 STRATEGY ?=
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?= $(if $(STEPS),--steps $(STEPS)) $(if $(STRATEGY),--strategy $(STRATEGY))
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Each job keeps the order of files, so that what one test captured serves the next.
+# Jobs wait for their ranks a third of the time, so there are more of them than cores. Each keeps
+# the order of files, so that what one test captured serves the next.
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 ADVISORIES := https://pypi.org/pypi/pip/25.0/json
 AUDIT := $(BIN)/pip-audit --skip-editable --progress-spinner off
@@ -26,7 +27,7 @@ INSTALLED_TEST := $(VENV)/.installed-test
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
-	@echo '  variables: NPROC=... STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0 JOBS=2'
+	@echo '  variables: NPROC=... STEPS=... STRATEGY=auto|ddp|zero1|zero2|zero3 TORCH=torch==2.13.0 JOBS=3'
 
 train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or two
 	nproc=$(NPROC); \

@@ -26,9 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    cache = tempfile.TemporaryDirectory(prefix="autopar-tests-")
-    os.environ["AUTOPAR_CACHE"] = os.environ["AUTOPAR_REPRODUCERS"] = cache.name
-    config.add_cleanup(cache.cleanup)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what one has measured
+        cache = tempfile.TemporaryDirectory(prefix="autopar-tests-")
+        os.environ["AUTOPAR_CACHE"] = os.environ["AUTOPAR_REPRODUCERS"] = cache.name
+        config.add_cleanup(cache.cleanup)
     settings.register_profile("autopar", deadline=None, derandomize=True, database=None)
     settings.load_profile("autopar")
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,12 +22,11 @@ from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.formatting import first_line
-from autopar.runtime.border.held_gradients import HeldGradients
-from autopar.runtime.parameters.distribute import local_part, parameter_like
-from autopar.runtime.parameters.sharded import in_layout_of
+from autopar.runtime.parameters.sharded import distribute_replicated
 from autopar.runtime.parameters.whole_gradient import none_for_none
 from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
+from autopar.runtime.replicated_model import ReplicatedModel
 
 _TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -43,16 +41,22 @@ def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) ->
     """
     has_dtensors = any(isinstance(p, DTensor) for p in model.parameters())
     if not shard:
-        return AliasedDDP(model) if has_dtensors else with_ddp(model)
+        return ReplicatedModel(model) if has_dtensors else with_ddp(model)
     if has_dtensors:
         raise StrategyError(
             "this model cannot be captured, and an optimizer may hold its shards already, so that "
             "fully_shard cannot take over. Change the line that the error above names, give "
             'strategy="ddp", or give autopar.compile example_inputs.'
         )
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for block in find_separate_blocks(model):
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+    sharded: nn.Module = fully_shard(model, mesh=mesh)  # type: ignore[assignment]
+    for name, parameter in sharded.named_parameters():
+        if name in gradients:  # of backwards of the plain model
+            assert isinstance(parameter, DTensor)
+            parameter.grad = distribute_replicated(gradients[name], mesh, parameter.placements)
+    return sharded
 
 
 def describe_fallback_differences(model: nn.Module) -> str:
@@ -144,120 +148,14 @@ def explaining_row_errors(ranks: int) -> Iterator[None]:
 
 
 def with_ddp(model: nn.Module) -> DistributedDataParallel:
-    """DDP that allows unused parameters."""
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+    """DDP that allows unused parameters.
 
-
-class AliasedDDP(nn.Module):
-    """DDP over plain parameters that alias the memory of replicated DTensors.
-
-    An optimizer of the DTensors keeps working: it updates the same memory, and finds the reduced
-    gradients in their `.grad`.
+    Ranks have equal parameters since autopar.compile. Written again by the first call, they would
+    invalidate the graphs of a loop that has used them.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        aliases: dict[int, nn.Parameter] = {}
-        self.slots: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                plain = parameter_like(parameter, local_part(parameter.detach()))
-                alias = aliases.setdefault(id(parameter), plain)
-                self.slots.append((module, name, parameter, alias))
-        self.parameter_of = {id(alias): parameter for _, _, parameter, alias in self.slots}
-        self.used: set[int] = set()
-        self.shared: dict[int, nn.Parameter] = {}  # aliases with the gradients of their DTensors
-        self.held, self.unreduced = HeldGradients(), dict[int, nn.Parameter]()
-        self.is_checked, self.reduces = False, True
-        for alias in aliases.values():
-            if alias.requires_grad:
-                alias.register_hook(lambda _: self._follow_parameters())
-                alias.register_post_accumulate_grad_hook(self._accumulated)
-        with self._aliased():
-            self.ddp = with_ddp(_Submodule(model))
-        # DDP checks annotations of hooks; a lambda has none
-        self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce_and_share(bucket))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_checked = False
-        self.reduces = self.ddp.require_backward_grad_sync
-        with self._aliased():
-            return self.ddp(*args, **kwargs)
-
-    def _follow_parameters(self) -> None:
-        """Takes up what a script did to gradients since; each backward begins so.
-
-        `zero_grad` cleared them, or other tensors were put in their places. Every gradient of a
-        backward calls this, and the first one does the work.
-        """
-        if self.is_checked:
-            return
-        self.is_checked = True
-        for number in [*self.unreduced]:
-            if self.held.take(str(number)) is None:
-                self.unreduced[number].grad = None
-                self.shared.pop(number, None)
-        self.unreduced.clear()
-        for number, alias in [*self.shared.items()]:
-            given, own = self.parameter_of[number].grad, alias.grad
-            if given is None or own is None:
-                self.shared.pop(number).grad = None
-            elif (new := local_part(given)).data_ptr() != own.data_ptr():
-                own.copy_(new)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """DDP's no_sync; the aliases keep the gradients that it holds back."""
-        return self.ddp.no_sync()
-
-    def _accumulated(self, alias: torch.Tensor) -> None:
-        """Holds back what DDP has not reduced."""
-        number = id(alias)
-        self.used.add(number)
-        if not self.reduces and number not in self.unreduced:
-            assert isinstance(alias, nn.Parameter)
-            assert alias.grad is not None
-            self.unreduced[number] = alias
-            self.held.add(str(number), self.parameter_of[number], alias.grad)
-
-    @contextlib.contextmanager
-    def _aliased(self) -> Iterator[None]:
-        for module, name, _, alias in self.slots:
-            module._parameters[name] = alias
-        try:
-            yield
-        finally:
-            for module, name, parameter, _ in self.slots:
-                module._parameters[name] = parameter
-
-    def _reduce_and_share(self, bucket: Any) -> Any:
-        """Averages gradients as DDP does, and assigns those that a rank used to the DTensors."""
-        self.is_checked = False  # another backward may follow without a call
-        aliases = bucket.parameters()
-        used = torch.tensor([id(alias) in self.used for alias in aliases], dtype=torch.uint8)
-        used = used.to(bucket.buffer().device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=world())
-        rows = zip(aliases, bucket.gradients(), used.tolist(), strict=True)
-        for alias, gradient, is_used in rows:
-            self.used.discard(id(alias))
-            parameter = self.parameter_of[id(alias)]
-            assert isinstance(parameter, DTensor)
-            if is_used:
-                self.shared[id(alias)] = alias
-                parameter.grad = in_layout_of(parameter, gradient)
-        return allreduce_hook(world(), bucket)
-
-
-class _Submodule(nn.Module):
-    """A module around a model, so that DDP reads the model's current parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters=True, init_sync=False
+    )
 
 
 def check_runs(

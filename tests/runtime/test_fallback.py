@@ -1,7 +1,7 @@
 """What cannot be captured trains under torch's own data parallelism."""
 
-import contextlib
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -137,7 +137,7 @@ def accumulate(rank: int, world_size: int, early: bool) -> None:
             x = rows(step)[:5]
             own = [pair.plain(part) * len(part) for part in x.tensor_split(world_size)]
             (sum(own) / 5).backward()
-            with contextlib.nullcontext() if step == 2 else pair.parallel.no_sync():
+            with nullcontext() if step == 2 else pair.parallel.no_sync():
                 loss = pair.parallel(x)
                 loss.backward()
             close(loss, sum(own) / 5)
@@ -156,6 +156,64 @@ def accumulate(rank: int, world_size: int, early: bool) -> None:
 @pytest.mark.parametrize("early", [False, True])
 def test_branches_accumulation_and_uneven_rows(early: bool) -> None:
     run(accumulate, 2, early=early)
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers keep lists of their parameters; one bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.LSTM(4, 4, 2)
+        self.last = nn.Linear(4, 4)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.layers(x.unsqueeze(0))[0])
+        return (y / 2 if y.abs().max() > 1e3 else y).square().mean()
+
+
+def penalise_outside(rank: int, world_size: int, options: dict[str, int]) -> None:
+    """Gradients of penalties add to those of the model: before, beside and after its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pair = Pair(Recurrent, strategy=fixed(**options), fallback=True)
+    for step in range(3):
+        for model in pair.models:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            early = sum(p.square().sum() for p in trained)
+            trained[0].sum().backward()
+            late = sum(p.pow(3).sum() for p in trained)
+            (early + model(rows(step)) + late).backward()
+            with model.no_sync() if step == 1 and model is pair.parallel else nullcontext():
+                model(rows(step + 3)).backward()
+            trained[1].sum().backward()
+            model(rows(step + 6)).backward()
+        pair.check_gradients()
+        pair.step()
+    pair.check_state()
+
+
+@pytest.mark.parametrize("options", [{"zero": 0}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_penalties_of_the_loop_are_trained(options: dict[str, int]) -> None:
+    run(penalise_outside, 2, options=options)
+
+
+def shard_with_gradients(rank: int, world_size: int) -> Tensor:
+    model = Branching().double()
+    model(rows(0)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = autopar.compile(model, strategy="zero3", example_inputs=rows(0))
+    gradient: Any = compiled.blocks[0].weight.grad
+    return gradient.full_tensor()
+
+
+def test_gradients_of_the_plain_model_stay() -> None:
+    model = Branching().double()
+    model(rows(0)).backward()
+    for gradient in run(shard_with_gradients, 2):
+        torch.testing.assert_close(gradient, model.blocks[0].weight.grad)
 
 
 class Rows(nn.Module):

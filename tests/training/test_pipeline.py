@@ -64,8 +64,8 @@ def train(
                 {"pp": 2, "schedule": "zero_bubble", "micro_batches": 8},
             ],
         ),
-        ("gpt", 3, [{"pp": 3, "schedule": "zero_bubble"}]),
-        (
+        pytest.param("gpt", 3, [{"pp": 3, "schedule": "zero_bubble"}], marks=pytest.mark.slow),
+        pytest.param(
             "gpt",
             4,
             [
@@ -75,6 +75,7 @@ def train(
                 {"pp": 2, "zero": 2, "schedule": "interleaved"},
                 {"pp": 2, "tp": 2},
             ],
+            marks=pytest.mark.slow,
         ),
         ("encdec", 2, [{"pp": 2, "schedule": "interleaved"}]),
         ("conv", 2, [{"pp": 2, "micro_batches": 1}]),
