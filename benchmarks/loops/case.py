@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -24,6 +24,8 @@ from tests.harness.worlds import RankError, run
 
 EXACT, EXACT_BFLOAT16 = 1e-8, 0.02
 TIMEOUT_S = 900.0
+NOISE = 2.0**-9
+"""Relative noise of weights that bfloat16 would round away."""
 
 OUTCOMES = ("exact", "told", "silent", "raw", "hung")
 """Told: an error of autopar, or a warning about other numbers. Raw: any other error."""
@@ -106,6 +108,8 @@ def run_case(number: int, recipe: Recipe) -> Case:
         answers = run(train_on_rank, recipe.ranks, timeout=TIMEOUT_S, recipe=recipe)
         plain = train_plain(recipe)
         outcome = judge(answers, plain, tolerance_of(recipe, plain))
+        if outcome["outcome"] == "silent" and recipe.compute == "bfloat16":
+            outcome = _judge_again(outcome, recipe, plain)
     except RankError as error:
         is_late = any("timed out" in e or "busy" in e for e in error.errors.values())
         outcome = {"outcome": "hung" if is_late else "raw", "message": str(error)[-3000:]}
@@ -122,6 +126,20 @@ def tolerance_of(recipe: Recipe, plain: Observed) -> float:
         return EXACT
     rounding, _ = max(_differences([train_in_float32(recipe)], plain))
     return max(EXACT_BFLOAT16, 3 * rounding)
+
+
+def _judge_again(outcome: dict[str, Any], recipe: Recipe, plain: Observed) -> dict[str, Any]:
+    """The outcome of a loop beyond the tolerance of bfloat16.
+
+    Gradients of few rows under batch norm cancel, and ranks round their terms. That is rounding if
+    the loop is exact in float64, and within ten times what bfloat16 does to plain loops nearby.
+    """
+    in_float64 = run_case(0, replace(recipe, compute="float64"))
+    nearby = [train_plain(recipe, NOISE, seed) for seed in range(3)]
+    rounding, _ = max(_differences([train_in_float32(recipe), *nearby], plain))
+    if in_float64.outcome != "exact" or outcome["deviation"] > 10 * rounding:
+        return outcome
+    return {**outcome, "outcome": "exact", "message": f"rounding, as {rounding:.1g} of plain loops"}
 
 
 def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:

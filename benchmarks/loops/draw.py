@@ -55,9 +55,12 @@ def is_sound(drawn: Recipe) -> bool:
         return False
 
 
-def train_plain(recipe: Recipe) -> Observed:
-    """The numbers of one process."""
-    model = recipe.make()
+def train_plain(recipe: Recipe, noise: float = 0.0, seed: int = 0) -> Observed:
+    """The numbers of one process, from weights with relative noise."""
+    model, generator = recipe.make(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters() if noise else ():
+            parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
     if recipe.casts_forward:
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     values = Loop(recipe, model, elements_of(recipe), lambda other: other).run()

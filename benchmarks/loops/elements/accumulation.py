@@ -81,13 +81,16 @@ class OfSome(Element):
 
 
 class Functional(Element):
-    """`torch.autograd.grad`, whose results become the gradients."""
+    """`torch.autograd.grad`, whose results become the gradients.
+
+    They are copied: torch gives parameters of a sum one tensor, which clipping would scale twice.
+    """
 
     def backward(self, loop: Loop, x: Tensor, y: Tensor) -> bool:
         trained = [p for p in loop.model.parameters() if p.requires_grad]
         found = torch.autograd.grad(loop.loss(x, y), trained, allow_unused=True)
         for parameter, gradient in zip(trained, found, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else gradient.clone()
         return True
 
 
