@@ -30,6 +30,7 @@ def to_training_graph(module: fx.GraphModule, call: TracedCall) -> TrainingGraph
     outputs = list(old_output.meta["desc"])
     output.args = (list(output.args[0]),)
     annotate_nodes(graph, call.infos)
+    _move_forward_up(graph)
     _mark_failures(graph)
     _join_without_nothing(graph)
     for node in [n for n in graph.nodes if n.target in (aten.detach.default, aten.alias.default)]:
@@ -56,6 +57,19 @@ def to_training_graph(module: fx.GraphModule, call: TracedCall) -> TrainingGraph
     training = replace(training, outputs=tuple(results))
     _keep_old_values(training)
     return training
+
+
+def _move_forward_up(graph: fx.Graph) -> None:
+    """Moves operators of the forward before the backward.
+
+    AOTAutograd ends with the views of buffers that forward has changed and returns.
+    """
+    first: fx.Node | None = None
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        if node.meta["phase"] == "backward":
+            first = first or node
+        elif first is not None:
+            first.prepend(node)
 
 
 def changed_parameters(

@@ -272,7 +272,7 @@ class TracedCall(nn.Module):
         )
         if has_loss and not self.all_tangents and not self.call.derivatives:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
-        return tuple(outputs)
+        return tuple(_apart(outputs))
 
 
 def _copied_if_in(given: Iterable[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -280,9 +280,25 @@ def _copied_if_in(given: Iterable[torch.Tensor], output: torch.Tensor) -> torch.
 
     AOTAutograd would make it anew outside of the graph, and leave out its gradient.
     """
-    base = output if output._base is None else output._base
+    base = _base_of(output)
     is_given = any(x is base or x is output or x._base is base for x in given)
     return output.clone() if is_given and output.requires_grad else output
+
+
+def _apart(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Outputs, with copies of trained ones that share memory with an earlier one, as `h, h[:, 0]`.
+
+    AOTAutograd would make these anew, too.
+    """
+    bases: list[torch.Tensor] = []
+    for output in outputs:
+        shares = any(_base_of(output) is base for base in bases)
+        bases.append(_base_of(output))
+        yield output.clone() if shares and output.requires_grad else output
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

@@ -260,17 +260,42 @@ def release_from_optimizers(parameters: Iterable[nn.Parameter]) -> None:
 
 def _forget_released(optimizer: torch.optim.Optimizer) -> None:
     forgotten = set(getattr(optimizer, "forgotten_by_autopar", ()))
-    for group in optimizer.param_groups:
+    kept = list(getattr(optimizer, "kept_by_autopar", ()))
+    for number, group in enumerate(optimizer.param_groups):
+        count = len(group["params"])
+        if number == len(kept):
+            kept.append((count, tuple(range(count))))
+        size, places = kept[number] if len(kept[number][1]) == count else (count, range(count))
         remaining = []
-        for parameter in group["params"]:
+        for place, parameter in zip(places, group["params"], strict=True):
             if getattr(parameter, "released_by_autopar", False):
                 optimizer.state.pop(parameter, None)
                 parameter.grad = None
                 forgotten.add(id(parameter))
             else:
-                remaining.append(parameter)
-        group["params"] = remaining
+                remaining.append((place, parameter))
+        group["params"] = [parameter for _, parameter in remaining]
+        kept[number] = size, tuple(place for place, _ in remaining)
+    if forgotten and not hasattr(optimizer, "kept_by_autopar"):
+        optimizer.register_load_state_dict_pre_hook(_select_kept)
     optimizer.forgotten_by_autopar = frozenset(forgotten)  # type: ignore[attr-defined]
+    if forgotten:
+        optimizer.kept_by_autopar = kept  # type: ignore[attr-defined]
+
+
+def _select_kept(optimizer: Any, state: dict[str, Any]) -> dict[str, Any] | None:
+    """The part of a whole model's state that an optimizer keeps parameters of."""
+    groups, kept = state["param_groups"], optimizer.kept_by_autopar
+    if [len(group["params"]) for group in groups] != [size for size, _ in kept]:
+        return None
+    selected = [
+        {**group, "params": [group["params"][place] for place in places]}
+        for group, (_, places) in zip(groups, kept, strict=True)
+    ]
+    dropped = {key for group in groups for key in group["params"]}
+    dropped -= {key for group in selected for key in group["params"]}
+    values = {key: value for key, value in state["state"].items() if key not in dropped}
+    return {**state, "state": values, "param_groups": selected}
 
 
 def _distributed_as(parameter: DTensor, value: Any) -> Any:

@@ -197,7 +197,8 @@ class PipelineCall:
         if compiled.pp_rank == owner:
             parts = self.outputs.pop(index)
             several = batch_dim is not None and len(parts) > 1
-            value = torch.cat(parts, batch_dim or 0) if several else parts[-1]
+            # memory of its own, for a loop may change it before the backward reads its parts
+            value = torch.cat(parts, batch_dim or 0) if several else parts[-1].clone()
             value = value.contiguous()
         else:
             node = compiled.graphs.stages[stage].result(roles.Output(index))

@@ -17,6 +17,7 @@ from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks
+from autopar.runtime.border.results import results_of
 from autopar.runtime.codegen.program import untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext
@@ -149,8 +150,7 @@ class _PipelineFunction(torch.autograd.Function):
         ctx.save_for_backward(tensors[-1])  # what a checkpoint around the model asks for
         outputs = call.run_forward()
         flags = [call.compiled.capture.differentiable[index] for index in call.returned]
-        # a detached value may be the tensor that another output trains
-        outputs = [o if trains else o.detach() for o, trains in zip(outputs, flags, strict=True)]
+        outputs = results_of(outputs, flags, [t for each in call.saved.values() for t in each])
         ctx.mark_non_differentiable(
             *[o for o, trains in zip(outputs, flags, strict=True) if not trains]
         )

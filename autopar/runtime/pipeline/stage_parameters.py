@@ -32,6 +32,7 @@ from autopar.runtime.parameters.distribute import (
 )
 from autopar.runtime.parameters.remote import mark_remote
 from autopar.runtime.parameters.sharded import in_layout_of
+from autopar.runtime.parameters.shared_memory import check_own_memory
 from autopar.runtime.parameters.strided_shard import register_strided_shard_support
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -49,6 +50,8 @@ def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | 
     """Shards the parameters under a plan and drops parameters of other ranks' stages."""
     has_stages, layout = plan.pp_size > 1, Layout(plan)
     awaits_layout = has_stages and any(isinstance(p, DTensor) for p in model.parameters())
+    if mesh is not None and (layout.shards_parameters or has_stages):
+        check_own_memory(model)
     if mesh is not None and (layout.shards_parameters or awaits_layout):
         if layout.interleaves:
             register_strided_shard_support()

@@ -90,8 +90,11 @@ def _check_unchanged(call: SpmdCall) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of changes in place of a tensor's values."""
-    return local_tensor(tensor)._version
+    """A number that grows as a tensor's values are changed in place.
+
+    Operators on a sharded parameter count at the parameter, writes to this rank's part at the part.
+    """
+    return tensor._version + local_tensor(tensor)._version
 
 
 def _autocast_of(call: SpmdCall) -> contextlib.AbstractContextManager[Any]:

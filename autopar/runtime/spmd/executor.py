@@ -25,6 +25,7 @@ from autopar.runtime.agreement.ragged import check_collectives, have_all
 from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks
+from autopar.runtime.border.results import results_of
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
@@ -224,6 +225,7 @@ class SpmdCall:
     ) -> list[torch.Tensor | None]:
         """Runs the backward; returns the gradient of each tensor given to autograd."""
         program, context = self.program, self.context
+        self._check_current()
         if not program.tangents.issuperset(tangents):
             context.all_tangents = True
             program = self._program_again(self.no_sync)
@@ -248,6 +250,16 @@ class SpmdCall:
         by_gradient = {} if _has_states(backward) else program.outputs_by_gradient
         absent = untouched(by_gradient, tangents) - {*unreduced}
         return self._gradients(backward, results, absent)
+
+    def _check_current(self) -> None:
+        """Raises StrategyError if a sharded parameter has changed since the forward gathered it."""
+        sharded = self.context.index.dtensors
+        for (key, value), version in zip(self.operands.items(), self.versions, strict=True):
+            if key in sharded and version_of(value) != version:
+                raise StrategyError(
+                    f"{key} was changed in place between a call and its backward, which would use "
+                    "the values of the call. Change parameters after the backward."
+                )
 
     def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
         """A program as of the forward, for the gradients that the backward meets."""
@@ -299,8 +311,7 @@ class SpmdFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         flags = [call.program.capture.differentiable[i] for i in call.program.returned]
-        # a detached value may be the tensor that another output trains
-        outputs = [o if trains else o.detach() for o, trains in zip(outputs, flags, strict=True)]
+        outputs = results_of(outputs, flags, saved)
         ctx.mark_non_differentiable(
             *[o for o, trains in zip(outputs, flags, strict=True) if not trains]
         )
