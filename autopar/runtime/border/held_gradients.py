@@ -90,13 +90,19 @@ class HeldGradient(torch.Tensor):
         if func in (aten.zero_.default, aten._foreach_zero_.default):
             pytree.tree_map_only(torch.Tensor, _zero, args[0])
             return args[0]
-        if func is aten.add_.Tensor and isinstance(args[0], cls):
+        if func is aten.add_.Tensor and not kwargs and _are_alike(*args):  # by autograd
             args[0]._held.add(_read(args[1]))
             return args[0]
         return func(*pytree.tree_map(_read, tuple(args)), **pytree.tree_map(_read, kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"HeldGradient(shape={list(self.shape)}, until a call outside of no_sync())"
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether a gradient that is held back and another tensor have one shape."""
+    is_held = isinstance(one, HeldGradient) and isinstance(other, torch.Tensor)
+    return is_held and one.shape == other.shape
 
 
 def _zero(gradient: torch.Tensor) -> None:

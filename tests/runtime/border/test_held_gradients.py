@@ -1,5 +1,6 @@
 """Gradients that no_sync holds back are those of `.grad`: discarded with it, reduced by reads."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -201,6 +202,35 @@ def add_beside(rank: int, world_size: int) -> None:
 
 def test_penalties_beside_them() -> None:
     run(add_beside, 2)
+
+
+def change_in_place(rank: int, world_size: int) -> None:
+    """In-place changes of a gradient that is held back, each with its own arguments."""
+    torch.manual_seed(0)
+    plain = Regression().double()
+    parallel = compiled(copy.deepcopy(plain), "ddp", world_size)
+    changes: list[Callable[[Tensor], Any]] = [
+        lambda g: g.add_(torch.ones_like(g), alpha=0.1),
+        lambda g: g.add_(1.0),
+        lambda g: g.sub_(torch.ones_like(g)),
+        lambda g: g.addcmul_(g.clone(), g.clone(), value=2),
+        lambda g: torch.add(g, 1.0, out=g),
+        lambda g: torch._foreach_add_([g], [torch.ones_like(g)], alpha=3),
+    ]
+    for change in changes:
+        for model, hold in ((plain, contextlib.nullcontext), (parallel, parallel.no_sync)):
+            with hold():
+                model(*batch(0)).backward()
+            for parameter in model.parameters():
+                change(parameter.grad)
+        for one, other in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad)
+        for model in (plain, parallel):
+            model.zero_grad()
+
+
+def test_changes_of_them_in_place() -> None:
+    run(change_in_place, 2)
 
 
 def train_by_closures(model: Any, is_compiled: bool) -> None:
