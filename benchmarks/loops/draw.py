@@ -79,7 +79,8 @@ def _draw(rng: random.Random) -> Recipe:
     nets = ["attention"] if setup == "cp2" else list(NETS)
     forms = [f for name in elements for f in ELEMENTS[name].forms] or list(FORMS)
     if setup.endswith("local"):
-        forms = [form for form in forms if form != "rows"]  # each rank would see other rows
+        # each rank would see other rows
+        forms = [form for form in forms if form not in ("rows", "views")]
     net = rng.choice(nets)
     return Recipe(
         rng.randrange(1000),

@@ -66,7 +66,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        loss = f":{self.loss}" if self.form == "rows" else ""
+        loss = f":{self.loss}" if self.form in ("rows", "views") else ""
         parts = [f"{self.net}({self.form}{loss})", self.compute, self.optimizer, *self.elements]
         return f"{' '.join(parts)} rows {','.join(map(str, self.rows))}"
 
@@ -112,6 +112,9 @@ class Element:
     def batch(self, loop: Loop, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The batch that the model is given."""
         return x, y
+
+    def result(self, loop: Loop, result: Any) -> None:
+        """Called with what the model returns."""
 
     def penalty(self, loop: Loop) -> Tensor | None:
         """A term that is added to the loss."""
@@ -186,7 +189,10 @@ class Loop:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch with the penalties of all elements; it is observed."""
-        loss = self.loss_of(self.model(x, y), y)
+        result = self.model(x, y)
+        for element in self.elements:
+            element.result(self, result)
+        loss = self.loss_of(result, y)
         for element in self.elements:
             if (penalty := element.penalty(self)) is not None:
                 loss = loss + penalty
@@ -198,6 +204,8 @@ class Loop:
         match self.recipe.form:
             case "rows":
                 return LOSSES[self.recipe.loss](result, y)
+            case "views":
+                return LOSSES[self.recipe.loss](result[0], y) + 0.1 * result[1].square().mean()
             case "tuple":
                 return result[0]
             case "dict":

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 WIDTH, LENGTH, OUTPUTS, BLOCKS = 8, 3, 4, 2
 
-FORMS = ("loss", "rows", "tuple", "dict", "losses")
-"""Results of forward: a loss, the rows of a prediction, both in a tuple or a dict, two losses."""
+FORMS = ("loss", "rows", "tuple", "dict", "losses", "views")
+"""Results of forward: a loss, the rows of a prediction, both in a tuple or a dict, two losses, rows
+and a column of them."""
 
 factor = 1.0
 """A global that forward reads; loops change it."""
@@ -120,6 +121,8 @@ class Net(nn.Module):
                 return rows
             case "tuple":
                 return loss, rows
+            case "views":
+                return rows, rows[:, 0]
             case "dict":
                 return {"loss": loss, "rows": rows}
         return loss, F.l1_loss(self.stem(x).flatten(1).mean(1), y.mean(1))

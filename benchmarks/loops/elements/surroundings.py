@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,6 +211,17 @@ class Hooked(Element):
         loop.model.stem.register_forward_hook(lambda module, args, output: output * 0.9)
 
 
+class ChangedResult(Element):
+    """The loop changes rows in place."""
+
+    forms = ("rows",)
+    is_global = True
+
+    def result(self, loop: Loop, result: Any) -> None:
+        result /= 2
+        result[:, 0] += 0.1
+
+
 class Autocast(Element):
     """The whole loss is computed under autocast to bfloat16, which leaves float64 alone."""
 
@@ -235,5 +247,6 @@ ELEMENTS: dict[str, type[Element]] = {
     "extra": Extra,
     "returned": Returned,
     "hooked": Hooked,
+    "changed_result": ChangedResult,
     "autocast": Autocast,
 }
