@@ -288,13 +288,14 @@ def _copied_if_in(given: Iterable[torch.Tensor], output: torch.Tensor) -> torch.
 def _apart(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Outputs, with copies of trained ones that share memory with an earlier one, as `h, h[:, 0]`.
 
-    AOTAutograd would make these anew, too.
+    AOTAutograd would make these anew, too. One tensor that is returned twice has both gradients.
     """
-    bases: list[torch.Tensor] = []
+    earlier: list[torch.Tensor] = []
     for output in outputs:
-        shares = any(_base_of(output) is base for base in bases)
-        bases.append(_base_of(output))
-        yield output.clone() if shares and output.requires_grad else output
+        is_again = any(output is other for other in earlier)
+        shares = any(_base_of(output) is _base_of(other) for other in earlier)
+        earlier.append(output)
+        yield output.clone() if shares and not is_again and output.requires_grad else output
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
