@@ -288,11 +288,11 @@ def _copied_if_in(given: Iterable[torch.Tensor], output: torch.Tensor) -> torch.
 def _apart(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Outputs, with copies of trained ones that share memory with an earlier one, as `h, h[:, 0]`.
 
-    AOTAutograd would make these anew, too. One tensor that is returned twice has both gradients.
+    AOTAutograd would make these anew, too, but for a tensor of its own that is returned twice.
     """
     earlier: list[torch.Tensor] = []
     for output in outputs:
-        is_again = any(output is other for other in earlier)
+        is_again = output._base is None and any(output is other for other in earlier)
         shares = any(_base_of(output) is _base_of(other) for other in earlier)
         earlier.append(output)
         yield output.clone() if shares and not is_again and output.requires_grad else output

@@ -19,6 +19,7 @@ KINDS = {
     "transposed": lambda o: (o, o.T),
     "columns": lambda o: (o[:, 0], o[:, 1:]),
     "the same": lambda o: (o, o),
+    "one view twice": lambda o: (o.T,) * 2,
     "detached": lambda o: (o.detach(), o),
     "chunks": lambda o: o.chunk(2, -1),
     "parts of complex numbers": lambda o: tuple(torch.view_as_real(torch.complex(o, o)).unbind(-1)),
