@@ -1,8 +1,9 @@
 """`check_own_memory`: no parameter that a plan divides shares memory with another tensor.
 
-    self.anchor = self.layer.weight.detach()
+    self.register_buffer("anchor", self.layer.weight.detach())
 
 On one device such a tensor follows its parameter as it trains. A shard has memory of its own.
+Attributes are left out: spectral norm keeps one of its weight, and computes it anew in forward.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ Place = tuple[torch.device, int, int, str, torch.Tensor]
 
 
 def check_own_memory(model: nn.Module) -> None:
-    """Raises StrategyError for a parameter that shares memory with other tensors of a model.
+    """Raises StrategyError for a trained parameter that shares memory with another tensor.
 
-    Those are parameters, buffers and attributes of modules. One parameter of several modules is no
-    other tensor.
+    Those are parameters and buffers. One parameter of several modules is no other tensor.
     """
     last: Place | None = None
     for place in sorted(_places(model), key=lambda each: (str(each[0]), *each[1:4])):
         if last is not None and last[0] == place[0] and place[1] < last[2]:
-            are_parameters = [isinstance(x[4], nn.Parameter) for x in (last, place)]
-            if last[4] is not place[4] and any(are_parameters):
+            pair = last[4], place[4]
+            is_trained = any(isinstance(x, nn.Parameter) and x.requires_grad for x in pair)
+            if pair[0] is not pair[1] and is_trained:
                 raise StrategyError(
                     f"{last[3]} and {place[3]} share memory, which ends where the plan divides "
                     "parameters. Make it one parameter of both modules (b.weight = a.weight), "
@@ -42,12 +43,8 @@ def check_own_memory(model: nn.Module) -> None:
 
 def _places(model: nn.Module) -> Iterator[Place]:
     for path, module in model.named_modules():
-        for name, value in [
-            *module._parameters.items(),
-            *module._buffers.items(),
-            *vars(module).items(),
-        ]:
-            if not isinstance(value, torch.Tensor) or value.is_meta:
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is None or value.is_meta:
                 continue
             part = local_part(value)
             if part.layout is not torch.strided or not part.numel():
