@@ -37,7 +37,7 @@ train: $(INSTALLED) ## Train the example GPT on NPROC processes: one a GPU, or t
 check: lint ## Check style, types and imports, run the quick tests of one process
 	$(PYTEST) -m "not processes and not slow"
 
-test: lint ## The same with tests of several ranks, in 10 to 25 minutes
+test: lint ## The same with tests of several ranks, in 11 minutes on two cores
 	$(PYTEST) -m "not slow"
 
 test-all: test ## The same, and then the slow tests: the whole suite
