@@ -169,7 +169,7 @@ class PlannedModule(nn.Module):
         self._deferred = DeferredValues.of(self._wrapped[0], self._context.device, init_fn)
         if self._options.ranks == 1:
             return
-        broadcast_from_rank0(self)
+        broadcast_from_rank0([*self.parameters(), *self.buffers()])
         if replicated_dtensors:
             mesh = make_mesh(self._context.device, ((DATA_AXIS, self._options.ranks),))
             assert mesh is not None

@@ -21,7 +21,7 @@ from autopar._torch import without_weight_references
 from autopar.common.world import world
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.held_gradients import HeldGradients
-from autopar.runtime.parameters.distribute import local_part
+from autopar.runtime.parameters.distribute import broadcast_from_rank0, local_part
 from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.process_groups import explaining_comm_errors
 
@@ -46,7 +46,8 @@ class ReplicatedModel(nn.Module):
             ways = _Values.apply(self, tuple(trained), self.reduces, *trained.values())
             values |= zip(map(id, trained.values()), ways, strict=True)
         if self.reduces:
-            self._broadcast_buffers()
+            with explaining_comm_errors("forward"):
+                broadcast_from_rank0(self.model.buffers())
         with self._with_values(values):
             return self.model(*args, **kwargs)
 
@@ -77,19 +78,6 @@ class ReplicatedModel(nn.Module):
             with without_weight_references(self.model):
                 for module, name, parameter in slots:
                     module._parameters[name] = parameter
-
-    def _broadcast_buffers(self) -> None:
-        """Makes all ranks' buffers those of rank 0, as DistributedDataParallel does."""
-        with torch.no_grad(), explaining_comm_errors("forward"):
-            work = [
-                dist.broadcast(
-                    local_part(buffer).detach(), group=world(), group_src=0, async_op=True
-                )
-                for buffer in self.model.buffers()
-            ]
-            for item in work:
-                assert item is not None
-                item.wait()
 
     def average(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], own: Gradients

@@ -74,7 +74,7 @@ def compare_training(
         plain = copy.deepcopy(model)
         deferred = DeferredValues.of(plain, device, options.pop("init_fn", None))
         if is_multi_rank():
-            broadcast_from_rank0(plain)
+            broadcast_from_rank0([*plain.parameters(), *plain.buffers()])
         if deferred is not None:
             deferred.give_values(None, None)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):

@@ -46,12 +46,12 @@ def make_contiguous(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous()
 
 
-def broadcast_from_rank0(model: nn.Module) -> None:
-    """Broadcasts parameters and buffers that have values from rank 0, as DDP does."""
+def broadcast_from_rank0(tensors: Iterable[torch.Tensor]) -> None:
+    """Broadcasts tensors that have values from rank 0, as DDP does parameters and buffers."""
     with torch.no_grad():  # detached, as gloo's threads keep references a little longer
         work = [
             dist.broadcast(local_part(t).detach(), group=world(), group_src=0, async_op=True)
-            for t in [*model.parameters(), *model.buffers()]
+            for t in tensors
             if not t.is_meta
         ]
         for item in work:
@@ -107,8 +107,8 @@ def distribute_parameters(
                 part = distribute_replicated(local_part(parameter.detach()), mesh, placements)
                 swapped = parameter_like(parameter, part)
                 if parameter.grad is not None:  # of a loop that uses it before the first call
-                    whole = local_part(parameter.grad)
-                    swapped.grad = distribute_replicated(whole, mesh, placements)
+                    gradient = local_part(parameter.grad)
+                    swapped.grad = distribute_replicated(gradient, mesh, placements)
                 swap_parameter(parameter, swapped)
 
 

@@ -130,7 +130,7 @@ class CompiledPipelineCall:
 
     @cached_property
     def _trained_elsewhere(self) -> list[TiedParameter]:
-        """Those that others read, and those whose gradient is the loss's own, on the last stage."""
+        """Parameters whose gradients others compute: users, and the last stage the loss's own."""
         return self._others(lambda graph, role: graph.result(Gradient(role)) is not None)
 
     def send_tied_params(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -150,7 +150,7 @@ class _PipelineFunction(torch.autograd.Function):
         ctx.save_for_backward(tensors[-1])  # what a checkpoint around the model asks for
         outputs = call.run_forward()
         flags = [call.compiled.capture.differentiable[index] for index in call.returned]
-        outputs = results_of(outputs, flags, [t for each in call.saved.values() for t in each])
+        outputs = results_of(outputs, flags, (t for each in call.saved.values() for t in each))
         ctx.mark_non_differentiable(
             *[o for o, trains in zip(outputs, flags, strict=True) if not trains]
         )

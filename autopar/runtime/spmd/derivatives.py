@@ -9,7 +9,7 @@ other, and its own backward may be asked for a graph in turn.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,14 +79,19 @@ def _check_plan(call: SpmdCall) -> None:
 
 
 def _check_unchanged(call: SpmdCall) -> None:
-    now = list(map(version_of, call.operands.values()))
-    changed = [key for key, a, b in zip(call.operands, now, call.versions, strict=True) if a != b]
+    changed = changed_operands(call, call.operands)
     if changed:
         what = changed[0] if isinstance(changed[0], str) else f"argument {changed[0]}"
         raise StrategyError(
             f"{what} was changed in place after the call that is differentiated with "
             "create_graph=True, such as by an optimizer. Differentiate before the change."
         )
+
+
+def changed_operands(call: SpmdCall, keys: Container[Key]) -> list[Key]:
+    """Those of some operands of a call that were changed in place since."""
+    pairs = zip(call.operands.items(), call.versions, strict=True)
+    return [key for (key, x), version in pairs if key in keys and version_of(x) != version]
 
 
 def version_of(tensor: torch.Tensor) -> int:

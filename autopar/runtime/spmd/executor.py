@@ -32,7 +32,7 @@ from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors
-from autopar.runtime.spmd.derivatives import differentiated, version_of
+from autopar.runtime.spmd.derivatives import changed_operands, differentiated, version_of
 
 
 @dataclass
@@ -253,13 +253,11 @@ class SpmdCall:
 
     def _check_current(self) -> None:
         """Raises StrategyError if a sharded parameter has changed since the forward gathered it."""
-        sharded = self.context.index.dtensors
-        for (key, value), version in zip(self.operands.items(), self.versions, strict=True):
-            if key in sharded and version_of(value) != version:
-                raise StrategyError(
-                    f"{key} was changed in place between a call and its backward, which would use "
-                    "the values of the call. Change parameters after the backward."
-                )
+        if changed := changed_operands(self, self.context.index.dtensors):
+            raise StrategyError(
+                f"{changed[0]} was changed in place between a call and its backward, which would "
+                "use the values of the call. Change parameters after the backward."
+            )
 
     def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
         """A program as of the forward, for the gradients that the backward meets."""

@@ -1,4 +1,4 @@
-"""What a loop does with parameters before the first call of the model shards them."""
+"""Parameters that a loop uses before the first call of the model shards them."""
 
 import pytest
 import torch

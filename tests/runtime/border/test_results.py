@@ -128,11 +128,7 @@ def change_early(rank: int, world_size: int) -> None:
 
 
 def share_memory(rank: int, world_size: int) -> None:
-    model = Layers()
-    model.register_buffer("anchor", model[0].weight.detach())
-    autopar.compile(model.double(), strategy=fixed(3), fallback=False)(X)
-    model = Layers(shares=True)
-    autopar.compile(model, strategy=fixed(3), fallback=False)(X.float())
+    autopar.compile(Layers(shares=True), strategy=fixed(3), fallback=False)(X.float())
 
 
 @pytest.mark.parametrize(
