@@ -377,9 +377,9 @@ class ExecutionContext:
         return autocast, modes, tuple(map(_requires_grad, self.index.parameters.values()))
 
     def differentiable_inputs(self, shard: BatchShard) -> dict[str | int, torch.Tensor]:
-        """Local parameters by name and inputs by index that autograd differentiates a call by."""
+        """Parameters by name and inputs by index that autograd differentiates a call by."""
         found: dict[str | int, torch.Tensor] = {
-            name: p for name, p in self.index.local.items() if p.requires_grad
+            name: p for name, p in self.index.parameters.items() if p.requires_grad
         }
         return found | {index: x for index, x in inputs_of(shard).items() if x.requires_grad}
 

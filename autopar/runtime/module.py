@@ -34,6 +34,7 @@ from autopar.runtime.border.gradient_hooks import reads_gradients
 from autopar.runtime.border.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.parameters.distribute import is_remote
+from autopar.runtime.parameters.remote import check_no_values_needed
 from autopar.runtime.parameters.sharded_norm import total_norm
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.executor import SpmdExecutor
@@ -340,6 +341,7 @@ class DistributedModule(StatefulModule):
             self._retracing.check(self._context)
             return 0
         with self._protocol.reporting_errors():
+            check_no_values_needed(leaves)
             shard = self._batch_shard(leaves, structure)
             self._check_steps_apart(self._protocol.optimizer_steps)
             self._retracing.check(self._context)

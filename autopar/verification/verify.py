@@ -293,7 +293,7 @@ def _mean_over_ranks(loss: Tensor, weight: float) -> Tensor:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
+    named = [(name, p) for name, p in model.named_parameters() if not is_remote(p)]
     return {name: full_value(p.grad).detach() for name, p in named if p.grad is not None}
 
 

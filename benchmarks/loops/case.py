@@ -16,6 +16,7 @@ from torch import nn
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import FallbackWarning, LossyWarning, NumericsWarning
+from autopar.runtime.parameters.distribute import is_remote
 from benchmarks.loops.draw import elements_of, train_in_float32, train_plain
 from benchmarks.loops.loop import Loop, Observed, Recipe
 from benchmarks.report import outcome_counts
@@ -154,7 +155,9 @@ def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:
             model = setup.compile(recipe.make(), world_size, precision=precision)
             compile_other = lambda other: setup.compile(other, world_size)  # noqa: E731
             values = Loop(recipe, model, elements_of(recipe), compile_other, share).run()
-            state = {n: t.detach().clone() for n, t in whole_state(model).items() if not t.is_meta}
+            state = {
+                n: t.detach().clone() for n, t in whole_state(model).items() if not is_remote(t)
+            }
             answer = Answer(Observed(values, state))
         except autopar.AutoparError as error:
             answer = Answer(refusal=f"{type(error).__name__}: {error}")

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.parameters.distribute import is_remote
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages, without meta tensors; fake tensors count in full.
@@ -28,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             has_memory = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
-            if has_memory and not tensor.is_meta:
+            if has_memory and not is_remote(tensor):
                 self._count(tensor.untyped_storage())
         return result
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.initialization.initialize import units_of
-from autopar.runtime.parameters.distribute import local_part
+from autopar.runtime.parameters.distribute import is_remote, local_part
 from examples.plan_llama import Llama, Size
 
 BIG = Size(width=6656, inner=17920, layers=60, heads=52, groups=52)
@@ -29,6 +29,6 @@ def shares(model: nn.Module) -> dict[str, int]:
     parts, units = [local_part(p) for p in parameters.values()], units_of(model)
     return {
         "whole": sum(p.nbytes for p in parameters.values()),
-        "share": sum(part.nbytes for part in parts if not part.is_meta),
+        "share": sum(part.nbytes for part in parts if not is_remote(part)),
         "block": max(sum(parameters[name].nbytes for name in unit.names) for unit in units),
     }

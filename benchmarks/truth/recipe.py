@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import benchmarks.truth.blocks  # noqa: F401 (registers all blocks)
+from autopar.runtime.parameters.distribute import is_remote
 from benchmarks.truth.inputs import sample
 from benchmarks.truth.registry import BLOCKS, WIDTH, Block
 from tests.harness.training import rows_of
@@ -169,7 +170,7 @@ def train(
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:  # reading a gradient of another stage is an error
+            if is_remote(parameter):  # reading a gradient of another stage is an error
                 continue
             if noise == 0.0 and type(parameter.grad) is Tensor and parameter.grad.numel():
                 largest = parameter.grad.abs().max().item()
@@ -178,7 +179,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = dict(model.named_parameters()) | dict(model.named_buffers())
-    values = {n: t.detach().clone() for n, t in state.items() if not t.is_meta}
+    values = {n: t.detach().clone() for n, t in state.items() if not is_remote(t)}
     return Trained(losses, values, gradients)
 
 

@@ -28,6 +28,7 @@ from autopar.checkpoints.folder import (
     CheckpointFolder,
     file_sum,
 )
+from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.models import MODELS
 from tests.harness.training import ADAMW, close, fixed, shared_captures, whole_state
 from tests.harness.worlds import run, run_isolated
@@ -112,7 +113,7 @@ def go_on(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, T
     model, optimizer, _ = make(strategy, "gpt")
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_meta:  # of another stage
+            if not is_remote(parameter):  # of another stage
                 parameter.add_(1)
     assert autopar.Checkpointer(folder, model, optimizer).resume() == 2
     model(*MODELS["gpt"].batch(4, 9)[0]).backward()

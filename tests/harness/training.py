@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.runtime.parameters.distribute import is_remote
 from benchmarks.memoize import memoized_capture
 from tests.harness.models import MODELS, Batch
 from tests.harness.reference import (
@@ -140,7 +141,7 @@ class Pair:
 
     def gradients(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Whole gradients of both, by name, without those of other stages."""
-        named = ([(n, p) for n, p in m.named_parameters() if not p.is_meta] for m in self.models)
+        named = ([(n, p) for n, p in m.named_parameters() if not is_remote(p)] for m in self.models)
         plain, parallel = ({n: whole(p.grad) for n, p in each} for each in named)
         return plain, parallel
 

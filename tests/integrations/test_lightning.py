@@ -17,6 +17,7 @@ from torchmetrics.functional import mean_squared_error
 
 import autopar
 from autopar.integrations.lightning import AutoparFabricStrategy, AutoparStrategy
+from autopar.runtime.parameters.distribute import is_remote
 from benchmarks.integrations.record import quieten
 from tests.harness import worlds
 from tests.harness.training import fixed
@@ -124,7 +125,7 @@ def test_steps_log_read_and_save_as_on_one_process(tmp_path: Path) -> None:
 def fit_on_meta(rank: int, ranks: int, folder: str) -> bool:
     module = Classifier(on_meta=True)
     fit(folder, ranks, module, strategy=fixed(3))
-    return not any(p.is_meta for p in module.parameters())
+    return not any(is_remote(p) for p in module.parameters())
 
 
 @pytest.mark.slow

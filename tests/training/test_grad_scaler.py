@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype
 from tests.harness.training import Pair, fixed, whole_state
@@ -29,7 +30,7 @@ SETUPS: list[dict[str, Any]] = [
 def spoil(model: Any, rank: int, name: str) -> None:
     """Puts an infinity into one gradient, on the last of the ranks that have a part of it."""
     parameter = dict(model.named_parameters())[name]
-    if parameter.is_meta or parameter.grad is None:  # on another stage
+    if is_remote(parameter) or parameter.grad is None:  # on another stage
         return
     gradient = parameter.grad
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.models import MODELS
 from tests.harness.reference import Reference, batches, to_dtype, train_steps
 from tests.harness.training import (
@@ -32,7 +33,7 @@ def spoiled(model: nn.Module) -> nn.Module:
     """Other values than the checkpoint's, so that loading is seen."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.is_meta:  # on another stage
+            if not is_remote(tensor):  # on another stage
                 tensor.add_(1)
     return model
 

@@ -71,14 +71,14 @@ def _record_step(optimizer: Optimizer, *_: Any) -> None:
 
 def ids_of(optimizer: Optimizer) -> set[int]:
     """`id` of each parameter of an optimizer, with those that it left to other stages."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return own | getattr(optimizer, "forgotten_by_autopar", frozenset())
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return set(map(id, [*own, *getattr(optimizer, "left_out_by_autopar", ())]))
 
 
 def _is_coupled(optimizer: Optimizer) -> bool:
     """Whether an optimizer has a state for a part only of a group that it has just stepped."""
     for group in optimizer.param_groups:
-        stepped = [p for p in group["params"] if p.grad is not None]
+        stepped = [p for p in group["params"] if p.grad is not None and not p.is_meta]
         if len({bool(optimizer.state.get(p)) for p in stepped}) > 1:
             return True
     return False

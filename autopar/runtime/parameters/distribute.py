@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,12 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch import HOOK_TABLES, without_weight_references
 from autopar.common.world import world
 from autopar.errors import StrategyError
 from autopar.runtime.parameters.dtensor_layout import Layout, torch_placements
+from autopar.runtime.parameters.optimizers import (
+    distribute_states_before_step,
+    refuse_stale_optimizers,
+)
 from autopar.runtime.parameters.sharded import as_sharded, distribute_replicated
 
 
@@ -81,7 +82,7 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
         if plain.grad is not None:
             gradient = DTensor.from_local(plain.grad.detach(), mesh, placements)
             replicated[id(plain)].grad = as_sharded(gradient)
-    _refuse_stale_optimizers(model.parameters())
+    refuse_stale_optimizers(model.parameters())
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -98,7 +99,7 @@ def distribute_parameters(
     if not all(isinstance(p, DTensor) for p in model.parameters()):
         as_dtensors(model, mesh)
     else:
-        _distribute_states_before_step(model.parameters())
+        distribute_states_before_step(model.parameters())
     with without_weight_references(model):
         for name, parameter in model.named_parameters():
             placements = torch_placements(layouts[name], mesh)
@@ -198,107 +199,3 @@ def _in_layout_of(parameter: torch.Tensor | None, value: Any) -> Any:
 def parameter_like(like: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     """A parameter of these values, trained if `like` is."""
     return nn.Parameter(value, requires_grad=like.requires_grad)
-
-
-# Optimizers, after a plan has sharded, replaced or dropped their parameters.
-
-_SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that have stepped."""
-
-_AWAITING_LAYOUT: set[int] = set()
-"""`id` of parameters whose optimizer state must be distributed."""
-
-
-@functools.cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(adapt_optimizer)
-
-
-def adapt_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raises for replaced parameters, removes dropped ones and distributes state."""
-    if optimizer in _SEEN and not _AWAITING_LAYOUT:
-        return
-    _SEEN.add(optimizer)
-    _forget_released(optimizer)
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        if getattr(parameter, "replaced_by_autopar", False):
-            raise StrategyError(
-                "this optimizer was made before autopar.compile, which has replaced the "
-                "parameters since: it would train none. Make it afterwards, from "
-                "model.parameters() of what autopar.compile returns."
-            )
-        if isinstance(parameter, DTensor) and id(parameter) in _AWAITING_LAYOUT:
-            _AWAITING_LAYOUT.discard(id(parameter))
-            state = optimizer.state.get(parameter, {})
-            state |= {key: _distributed_as(parameter, value) for key, value in state.items()}
-
-
-def _distribute_states_before_step(parameters: Iterable[nn.Parameter]) -> None:
-    """Distributes optimizer state like its parameter before the next step.
-
-    A checkpoint loaded before the plan exists brings unsharded state.
-    """
-    _AWAITING_LAYOUT.update(id(p) for p in parameters if p.requires_grad)
-    _register()
-
-
-def _refuse_stale_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes optimizers of replaced parameters raise, since they would train nothing."""
-    for parameter in parameters:
-        parameter.replaced_by_autopar = True  # type: ignore[attr-defined]
-    _register()
-
-
-def release_from_optimizers(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes optimizers forget parameters and their state before the next step."""
-    for parameter in parameters:
-        parameter.released_by_autopar = True  # type: ignore[attr-defined]
-        _AWAITING_LAYOUT.discard(id(parameter))
-    _SEEN.clear()
-    _register()
-
-
-def _forget_released(optimizer: torch.optim.Optimizer) -> None:
-    forgotten = set(getattr(optimizer, "forgotten_by_autopar", ()))
-    kept = list(getattr(optimizer, "kept_by_autopar", ()))
-    for number, group in enumerate(optimizer.param_groups):
-        count = len(group["params"])
-        if number == len(kept):
-            kept.append((count, tuple(range(count))))
-        size, places = kept[number] if len(kept[number][1]) == count else (count, range(count))
-        remaining = []
-        for place, parameter in zip(places, group["params"], strict=True):
-            if getattr(parameter, "released_by_autopar", False):
-                optimizer.state.pop(parameter, None)
-                parameter.grad = None
-                forgotten.add(id(parameter))
-            else:
-                remaining.append((place, parameter))
-        group["params"] = [parameter for _, parameter in remaining]
-        kept[number] = size, tuple(place for place, _ in remaining)
-    if forgotten and not hasattr(optimizer, "kept_by_autopar"):
-        optimizer.register_load_state_dict_pre_hook(_select_kept)
-    optimizer.forgotten_by_autopar = frozenset(forgotten)  # type: ignore[attr-defined]
-    if forgotten:
-        optimizer.kept_by_autopar = kept  # type: ignore[attr-defined]
-
-
-def _select_kept(optimizer: Any, state: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a whole model's state that an optimizer keeps parameters of."""
-    groups, kept = state["param_groups"], optimizer.kept_by_autopar
-    if [len(group["params"]) for group in groups] != [size for size, _ in kept]:
-        return None
-    selected = [
-        {**group, "params": [group["params"][place] for place in places]}
-        for group, (_, places) in zip(groups, kept, strict=True)
-    ]
-    dropped = {key for group in groups for key in group["params"]}
-    dropped -= {key for group in selected for key in group["params"]}
-    values = {key: value for key, value in state["state"].items() if key not in dropped}
-    return {**state, "state": values, "param_groups": selected}
-
-
-def _distributed_as(parameter: DTensor, value: Any) -> Any:
-    if not isinstance(value, DTensor) or value.shape != parameter.shape:
-        return value
-    return distribute_replicated(value.full_tensor(), parameter.device_mesh, parameter.placements)

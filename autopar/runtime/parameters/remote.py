@@ -1,39 +1,45 @@
 """Parameters that live on other pipeline stages: names and shapes here, no values.
 
-A loop that reads them or their gradients would miss a part of the model. It gets an error, so that
-it does not take one stage for all.
+A loop may change them, their gradients, and copies of these: the stage that has them does it. What
+would bring a value of theirs to this rank is an error, so that a loop does not take one stage for
+the whole model.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.autograd.graph import get_gradient_edge
 
 from autopar._torch import pytree, without_subclasses
-from autopar.common.notices import warn_once
-from autopar.errors import NumericsWarning, StrategyError
+from autopar.errors import AutoparError, StrategyError
+from autopar.runtime.parameters.shapes_alone import META, ShapesAlone
 from autopar.runtime.parameters.sharded import ShardedTensor
 
-_READERS = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "autopar.")
-"""Modules that leave out parameters without gradient, as those of other stages are."""
+_INTERNALS = ("torch.", "autopar.")
+"""Modules that see such a parameter on the device where it is."""
+
+_LOOPS = ("torch.amp.", "torch.optim.", "torch.nn.functional.", "torch.nn.init.", "torch.nn.utils.")
+"""Modules of torch that see it as a loop does, where the other stage has it."""
+
+_UPDATERS = ("torch.optim.", "torch.amp.")
+"""Modules that leave out parameters without gradient, as they find those of other stages."""
+
+_KEEPERS = ("torch.nn.modules.module.", "torch.optim.optimizer.", "autopar.")
+"""Modules that handle such parameters as placeholders; the second discards gradients."""
 
 _AVERAGES = "torch.optim.swa_utils."
-"""A module of theirs that reads all parameters."""
+"""A module of updaters that reads all parameters."""
 
 _METADATA = frozenset(
     {
         "__hash__",
         "__len__",
-        "__reduce_ex__",
         "__deepcopy__",
-        "copy_",
-        "detach",
         "dim",
         "element_size",
         "is_complex",
@@ -53,104 +59,206 @@ _METADATA = frozenset(
 """Functions that read no value."""
 
 _GRAD: Any = torch.Tensor.grad
-_VALUES = ("T", "mT", "H", "mH", "data", "real", "imag")
+_GRADIENTS: Any = (torch.autograd.grad, torch.autograd.backward)
 
 
 class _Remote:
-    """Refusals of a parameter that has no values on this rank."""
+    """A tensor of another stage.
+
+    Attributes:
+        owner_device: where the other stage has it.
+        source: the shape of the parameter that it is, or comes from.
+    """
 
     shape: torch.Size
+    requires_grad: bool
+    owner_device: torch.device
+    source: torch.Size
+
+    @property
+    def device(self) -> torch.device:
+        """The device where its values are, for a loop that puts batches there."""
+        return META if _is_internal(sys._getframe(1)) else self.owner_device
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no values, as initialisers ask who then draw none."""
+        return _is_internal(sys._getframe(1)) or self.owner_device == META
+
+    @property
+    def is_cpu(self) -> bool:
+        return not _is_internal(sys._getframe(1)) and self.owner_device.type == "cpu"
+
+    @property
+    def is_cuda(self) -> bool:
+        return not _is_internal(sys._getframe(1)) and self.owner_device.type == "cuda"
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None for optimizers, or what no_sync holds back; an error for anyone else."""
-        if not _leaves_out(sys._getframe(1)):
-            raise _error("gradient", self.shape)
+        """The gradient, without values; None for optimizers, which leave it out."""
+        module = _module_of(sys._getframe(1))
         with without_subclasses():
-            return _GRAD.__get__(self)
+            found: torch.Tensor | None = _GRAD.__get__(self)
+        if found is None or module.startswith(_KEEPERS):
+            return found
+        return None if _is_updater(module) else _remote_like(found, self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and not _leaves_out(sys._getframe(1)):
-            raise _error("gradient", self.shape)
         with without_subclasses():
+            if value is not None and not value.is_meta:
+                value = torch.empty_like(self)  # type: ignore[arg-type]
             _GRAD.__set__(self, value)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{type(self).__name__}(shape={list(self.shape)}, on another stage)"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            reads = func.__self__.__name__ in _VALUES
-        else:
-            reads = name not in _METADATA
-        leaves_out = _leaves_out(sys._getframe(1))
-        if reads and not leaves_out:
-            leaves = pytree.tree_leaves((args, kwargs))  # stack and backward(inputs=) have lists
-            raise _error("value", next(x.shape for x in leaves if isinstance(x, _Remote)))
-        with without_subclasses():
-            result = func(*args, **(kwargs or {}))
-        if name == "detach" and not leaves_out:
-            result.__class__ = RemoteShard if isinstance(result, ShardedTensor) else RemoteTensor
-        return result
+        module, kwargs = _module_of(sys._getframe(1)), kwargs or {}
+        if _is_updater(module) or module.startswith(_KEEPERS):
+            with without_subclasses():
+                return func(*args, **kwargs)
+        like = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _Remote))
+        result = _run(func, args, kwargs, like)
+        return pytree.tree_map_only(torch.Tensor, lambda t: _remote_like(t, like), result)
 
 
-class RemoteTensor(_Remote, torch.Tensor):
-    """A parameter of another stage, detached."""
+class RemoteTensor(_Remote, torch.Tensor):  # type: ignore[misc, override]
+    """A value that comes from a parameter of another stage."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = torch.empty(self.shape, dtype=self.dtype, device=META)
+        copied = _remote_like(made.requires_grad_(self.requires_grad), self)
+        memo[id(self)] = copied
+        return copied
 
 
-class RemoteParameter(_Remote, nn.Parameter):
+class RemoteParameter(_Remote, nn.Parameter):  # type: ignore[misc, override]
     """A parameter of another stage."""
 
 
-class RemoteShard(_Remote, ShardedTensor):
+class RemoteShard(_Remote, ShardedTensor):  # type: ignore[misc, override]
     """A sharded parameter of another stage."""
 
 
-def mark_remote(parameter: nn.Parameter) -> None:
-    """Makes a parameter without values refuse to be read, from now on."""
+def mark_remote(parameter: nn.Parameter, device: torch.device) -> None:
+    """Makes a parameter without values stand for one of another stage, from now on.
+
+    Args:
+        parameter: the parameter, on the meta device.
+        device: where the other stage has it.
+    """
     is_sharded = isinstance(parameter, ShardedTensor)
     parameter.__class__ = RemoteShard if is_sharded else RemoteParameter  # type: ignore[assignment]
-    _leave_out_of_optimizers()
+    parameter.owner_device, parameter.source = device, parameter.shape  # type: ignore[attr-defined]
 
 
-def is_on_other_stage(parameter: torch.Tensor) -> bool:
-    """Whether a parameter was marked."""
-    return isinstance(parameter, _Remote)
+def is_on_other_stage(tensor: object) -> bool:
+    """Whether a tensor is a parameter that was marked, or comes from one."""
+    return isinstance(tensor, _Remote)
 
 
-def _leaves_out(frame: FrameType) -> bool:
-    """Whether the code of a frame leaves out parameters of other stages."""
-    name = f"{frame.f_globals.get('__name__', '')}."
-    return name.startswith(_READERS) and not name.startswith(_AVERAGES)
+def check_no_values_needed(arguments: Any) -> None:
+    """Raises StrategyError if a call's arguments come from parameters of other stages."""
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, _Remote):
+            raise _error(leaf)
 
 
-def _error(what: str, shape: torch.Size) -> StrategyError:
+def _module_of(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."
+
+
+def _is_internal(frame: FrameType) -> bool:
+    module = _module_of(frame)
+    return module.startswith(_INTERNALS) and not module.startswith(_LOOPS)
+
+
+def _is_updater(module: str) -> bool:
+    return module.startswith(_UPDATERS) and not module.startswith(_AVERAGES)
+
+
+def _run(func: Any, args: Any, kwargs: Any, like: _Remote) -> Any:
+    """The result of a function of torch, on shapes alone."""
+    name = getattr(func, "__name__", "")
+    if name in _METADATA:
+        with without_subclasses():
+            return func(*args, **kwargs)
+    if func in _GRADIENTS and not any(map(is_on_other_stage, pytree.tree_leaves(args[0]))):
+        return _differentiate(func, args, kwargs)
+    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+        return _assign(*args)
+    if func not in (*_GRADIENTS, torch.Tensor.backward):
+        _check_graphs(args, kwargs, like)
+        args, kwargs = pytree.tree_map_only(RemoteShard, _without_layout, (args, kwargs))
+    try:
+        with without_subclasses(), ShapesAlone(like.owner_device):
+            result = func(*args, **kwargs)
+    except AutoparError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:  # torch's, where it needs values
+        raise _error(like) from error
+    is_property = name in ("__get__", "__set__")
+    if not is_property and not all(map(_is_tensor_or_none, pytree.tree_leaves(result))):
+        raise _error(like)
+    return result
+
+
+def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of values of this rank, which all ranks of the pipeline compute."""
+    with without_subclasses():  # for the edges alone: hooks may use subclasses
+        args, kwargs = pytree.tree_map_only(_Remote, get_gradient_edge, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _assign(tensor: _Remote, value: torch.Tensor) -> None:
+    """`tensor.data = value`, of which this rank takes the shape alone."""
+    if isinstance(tensor, RemoteShard):
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise _error(tensor)
+        return
+    with without_subclasses():
+        shaped = torch.empty_like(value, device=META)
+        torch.Tensor.data.__set__(tensor, shaped)  # type: ignore[attr-defined]
+
+
+def _check_graphs(args: Any, kwargs: Any, like: _Remote) -> None:
+    """Raises StrategyError if a gradient would have to come to this rank, or leave it."""
+    if not torch.is_grad_enabled():
+        return
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        is_here = isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Remote)
+        if (is_here or isinstance(leaf, RemoteShard)) and leaf.requires_grad:
+            raise _error(like)
+
+
+def _is_tensor_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
+
+
+def _without_layout(shard: RemoteShard) -> torch.Tensor:
+    return torch.empty(shard.shape, dtype=shard.dtype, device=META)
+
+
+def _remote_like(tensor: torch.Tensor, like: _Remote) -> torch.Tensor:
+    """A tensor without values, as one of the stage that `like` is of."""
+    if not tensor.is_meta:
+        return tensor
+    if isinstance(tensor, ShardedTensor) and not isinstance(tensor, _Remote):
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+    if type(tensor) is torch.Tensor:
+        tensor.__class__ = RemoteTensor
+    if isinstance(tensor, _Remote):
+        tensor.owner_device, tensor.source = like.owner_device, like.source
+    return tensor
+
+
+def _error(like: _Remote) -> StrategyError:
     return StrategyError(
-        f"the {what} of a parameter of shape {list(shape)} is read, which lives on another stage "
-        "of the pipeline. With those of its own stage alone a rank would not train as one device. "
-        "Clip gradients by model.clip_grad_norm_(), read and change values inside of `with "
-        "model.gathered():`, make optimizers that need them all by model.whole_optimizer(), or "
-        "leave pipelines out."
+        f"the value or gradient of a parameter of shape {list(like.source)} is read, which lives "
+        "on another stage of the pipeline. With those of its own stage alone a rank would not "
+        "train as one device. Clip gradients by model.clip_grad_norm_(), read and change values "
+        "inside of `with model.gathered():`, make optimizers that need them all by "
+        "model.whole_optimizer(), or leave pipelines out."
     )
-
-
-@functools.cache
-def _leave_out_of_optimizers() -> None:
-    """Makes optimizers leave out parameters of other stages, where they have any of this one."""
-    add = Optimizer.add_param_group
-
-    @functools.wraps(add)
-    def add_own(self: Optimizer, param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        listed = [given] if isinstance(given, torch.Tensor) else list(given)
-        own = [p for p in listed if not is_on_other_stage(p[1] if isinstance(p, tuple) else p)]
-        if len(own) < len(listed) and not type(self).__module__.startswith("torch.optim"):
-            warn_once(
-                NumericsWarning,
-                f"{type(self).__name__} has the parameters of this rank's stage alone. If it "
-                "computes something of several of them, such as a norm of all gradients, the "
-                "result is not that of one device: make it by model.whole_optimizer().",
-            )
-        add(self, {**param_group, "params": own or listed})
-
-    Optimizer.add_param_group = add_own  # type: ignore[method-assign]

@@ -270,7 +270,11 @@ class PipelineCall:
         return torch.where(tangent.isfinite() & (tangent != 0), tangent, 1.0)
 
     def take_gradient(self, name: str, retain_graph: bool) -> torch.Tensor | None:
-        gradients = self.gradients
+        """The gradient of a parameter; without values where another stage has it."""
+        gradients, parameter = self.gradients, self.context.index.parameters[name]
+        if is_remote(parameter):
+            is_trained = name in self.compiled.outputs_by_gradient
+            return torch.empty_like(local_part(parameter.detach())) if is_trained else None
         if retain_graph and self.interleaves_backward:
             return gradients[name].clone() if name in gradients else None
         return gradients.pop(name, None)

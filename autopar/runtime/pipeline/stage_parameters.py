@@ -27,9 +27,9 @@ from autopar.runtime.parameters.distribute import (
     is_remote,
     local_part,
     parameter_like,
-    release_from_optimizers,
     swap_parameter,
 )
+from autopar.runtime.parameters.optimizers import leave_out_of_optimizers
 from autopar.runtime.parameters.remote import mark_remote
 from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.parameters.shared_memory import check_own_memory
@@ -58,14 +58,14 @@ def distribute_plan_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh | 
         layouts = {name: layout.of(name) for name, _ in model.named_parameters()}
         distribute_parameters(model, stage_mesh(mesh) if has_stages else mesh, layouts)
     if (local := layout.parameters_on(rank())) is not None:
-        keep_stage_parameters(model, local)
+        assert mesh is not None
+        keep_stage_parameters(model, local, torch.device(mesh.device_type))
 
 
-def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
+def keep_stage_parameters(model: nn.Module, names: Collection[str], device: torch.device) -> None:
     """Drops the memory of all parameters but those named.
 
-    Parameters keep their identity for optimizers. A dropped one never has a gradient, and the
-    optimizer's next step forgets it.
+    Parameters keep their identity for optimizers, which leave out the dropped ones.
     """
     dropped = [p for name, p in model.named_parameters() if name not in names]
     kept = [p for name, p in model.named_parameters() if name in names and p.requires_grad]
@@ -80,8 +80,8 @@ def keep_stage_parameters(model: nn.Module, names: Collection[str]) -> None:
                 part = local_part(parameter.detach()).to("meta")
                 placeholder = in_layout_of(parameter, part)
                 swap_parameter(parameter, parameter_like(parameter, placeholder))
-            mark_remote(parameter)
-    release_from_optimizers(dropped)
+            mark_remote(parameter, device)
+    leave_out_of_optimizers(dropped)
 
 
 def fetch_remote_parameters(

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from autopar._torch import pytree
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank, run_on_all_ranks
-from autopar.runtime.parameters.distribute import adapt_optimizer, distribute_like, is_remote
+from autopar.runtime.parameters.distribute import distribute_like, is_remote
 from autopar.runtime.parameters.dtensor_layout import is_sharded
+from autopar.runtime.parameters.optimizers import adapt_optimizer
 from autopar.runtime.parameters.sharded import distribute_replicated
 from autopar.runtime.parameters.strided_shard import whole_tensor
 from autopar.runtime.process_groups import explaining_comm_errors

@@ -68,7 +68,7 @@ class WholeParameters:
             if index not in owners:
                 copy.grad = None
                 continue
-            if parameter.grad is not None:
+            if parameter.grad is not None and not is_remote(parameter):
                 gradient = whole_tensor(parameter.grad.detach()).contiguous()
             else:
                 gradient = torch.empty_like(copy)
@@ -79,7 +79,8 @@ class WholeParameters:
 
     def _owners_of_gradients(self) -> dict[int, int]:
         """The place along the pipeline of a rank with each gradient, by index of the parameter."""
-        own = [i for i, parameter in enumerate(self.copies) if parameter.grad is not None]
+        local = ((i, p) for i, p in enumerate(self.copies) if not is_remote(p))
+        own = [i for i, parameter in local if parameter.grad is not None]
         stages = self.stages()
         if stages is None or not is_multi_rank():
             return dict.fromkeys(own, 0)

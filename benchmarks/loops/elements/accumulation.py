@@ -104,7 +104,7 @@ class OneOfTwo(Element):
         loop.observe(first)
         first.backward()
         for name, parameter in loop.model.named_parameters():
-            if parameter.grad is None and not parameter.is_meta:
+            if parameter.grad is None:
                 loop.observe(len(name))
         return True
 

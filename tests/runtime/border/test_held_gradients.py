@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import DisagreementError, StrategyError
+from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.worlds import run
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ def assign_none(model: Any, optimizer: Any) -> None:
 
 def zero_data(model: Any, optimizer: Any) -> None:
     for parameter in model.parameters():
-        if not parameter.is_meta and parameter.grad is not None:  # those of other stages are told
+        if not is_remote(parameter) and parameter.grad is not None:
             parameter.grad.data.zero_()
 
 

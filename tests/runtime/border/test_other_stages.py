@@ -1,13 +1,15 @@
-"""Under pipelines a loop that reads gradients or values of all parameters is refused."""
+"""Under pipelines a loop may change parameters of all stages; reads of other stages are refused."""
 
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import autopar
 from autopar.errors import StrategyError
@@ -34,32 +36,220 @@ class Sam(torch.optim.SGD):
         return torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()
 
 
-READS: dict[str, Callable[[Any], Any]] = {
-    "torch's clipping": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-    "norm of gradients": lambda m: sum(p.grad.norm().item() for p in m.parameters()),
-    "vector of gradients": lambda m: torch.cat([p.grad.flatten() for p in m.parameters()]),
-    "gradients of a part": lambda m: [p.grad.mul_(2) for x in (m.a, m.b) for p in x.parameters()],
-    "penalty": lambda m: sum(p.square().sum() for p in m.parameters()),
-    "copy": lambda m: [p.clone() for p in m.parameters()],
-    "noise": lambda m: [p.data.add_(torch.randn_like(p)) for p in m.parameters()],
-    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def clip_groups(optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)
+
+
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "torch's clipping": lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "torch's clipping of an optimizer's": lambda m, o: clip_groups(o),
+    "norm of gradients": lambda m, o: sum(p.grad.norm().item() for p in m.parameters()),
+    "penalty": lambda m, o: m(X, Y) + sum(p.square().sum() for p in m.parameters()),
+    "vector": lambda m, o: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(m.parameters()), m.parameters()
+    ),
+    "argument": lambda m, o: [m(X * x.weight.detach().mean(), Y) for x in (m.a, m.b)],
 }
 
 
-def refuse(rank: int, world_size: int) -> None:
-    for strategy in (fixed(0, pp=2), fixed(3, pp=2)):
-        model = autopar.compile(Regression(), strategy=strategy, example_inputs=(X, Y))
-        model(X, Y).backward()
-        for read in READS.values():
-            with pytest.raises(StrategyError, match=r"clip_grad_norm_\(\).*model\.gathered\(\)"):
-                read(model)
-        model.clip_grad_norm_(1.0)
-        model.zero_grad()
-        assert sum(p.numel() for p in model.parameters()) == 110
+def refuse(rank: int, world_size: int, name: str, zero: int) -> None:
+    model = autopar.compile(Regression(), strategy=fixed(zero, pp=2), example_inputs=(X, Y))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X, Y).backward()
+    with pytest.raises((StrategyError, autopar.DisagreementError)) as caught:
+        READS[name](model, optimizer)
+    assert "clip_grad_norm_()" in str(caught.value)
+    assert "model.gathered()" in str(caught.value)
 
 
-def test_reads_are_refused() -> None:
-    run(refuse, 2)
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_refused(name: str, zero: int) -> None:
+    run(partial(refuse, name=name, zero=zero), 2)
+
+
+def warn(rank: int, world_size: int) -> None:
+    model = autopar.compile(Regression(), strategy=fixed(0, pp=2), example_inputs=(X, Y))
+    text = "Sam has the parameters of this rank's stage alone"
+    told = pytest.warns(autopar.NumericsWarning, match=text)
+    with told if rank == 0 else contextlib.nullcontext():
+        Sam(model.parameters(), 0.1)
+
+
+def test_optimizers_that_are_not_torchs() -> None:
+    run(warn, 2)
+
+
+# -- what trains as on one device --------------------------------------------------------------
+
+
+def plain_step(loop: "Loop") -> None:
+    loop.model(X, Y).backward()
+
+
+class Loop:
+    """A loop, which may edit gradients before a step, and parameters after it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+        self.kept: Any = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def train(self, backward: Any, before: Any, after: Any) -> None:
+        for step in range(3):
+            torch.manual_seed(step)
+            backward(self)
+            before(self)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            assert all(p.grad is None for p in self.parameters)
+            after(self)
+
+
+def backward_by_grad(loop: Loop) -> None:
+    gradients = torch.autograd.grad(loop.model(X, Y), loop.parameters)
+    for parameter, gradient in zip(loop.parameters, gradients, strict=True):
+        parameter.grad = gradient * 0.5
+
+
+def backward_of_some(loop: Loop) -> None:
+    some = [p for name, p in loop.model.named_parameters() if "bias" not in name]
+    loop.model(X, Y).backward(inputs=some)
+    assert sum(p.grad is None for p in loop.parameters) == 2
+
+
+def backward_of_one_stage(loop: Loop) -> None:
+    loop.model(X, Y).backward(inputs=list(loop.model.a.parameters()))
+
+
+def accumulate(loop: Loop) -> None:
+    with getattr(loop.model, "no_sync", contextlib.nullcontext)():
+        loop.model(X, Y).backward()
+    loop.model(X * 2, Y).backward()
+
+
+def hooked(loop: Loop) -> None:
+    if loop.kept is None:
+        loop.kept = [p.register_hook(lambda g: g / (1 + g.norm())) for p in loop.parameters]
+    loop.model(X, Y).backward()
+
+
+def penalize_one_stage(loop: Loop) -> None:
+    (0.1 * loop.model.b.weight.square().sum()).backward()
+    loop.model(X, Y).backward()
+
+
+def on_the_device_of_parameters(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        loop.model(X.to(parameter.device), Y.to(parameter)).backward()
+
+
+def add_noise(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        assert parameter.grad is not None
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+        parameter.grad += 0.1 * torch.rand(parameter.shape, device=parameter.device)
+
+
+def drop_small(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        assert parameter.grad is not None
+        parameter.grad[parameter.grad.abs() < 0.01] = 0.0
+        parameter.grad[0] = 0.0
+        parameter.grad = parameter.grad - parameter.grad.mean()
+
+
+def clip_each(loop: Loop) -> None:
+    nn.utils.clip_grad_value_(loop.parameters, 0.02)
+    for parameter in loop.parameters:
+        nn.utils.clip_grad_norm_(parameter, 0.01)
+    torch._foreach_mul_([p.grad for p in loop.parameters], 0.5)  # type: ignore[call-overload]
+
+
+def decay(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        parameter.data = parameter.data * 0.9
+        parameter.data.clamp_(-1, 1)
+    with torch.no_grad():
+        for weight in (loop.model.a.weight, loop.model.b.weight):
+            weight.div_(weight.norm(dim=0, keepdim=True).clamp(min=1))
+
+
+def draw_anew(loop: Loop) -> None:
+    for parameter in loop.parameters:
+        if parameter.dim() > 1:
+            nn.init.orthogonal_(parameter)
+    loop.model.a.reset_parameters()
+
+
+def average(loop: Loop) -> None:
+    with torch.no_grad():
+        if loop.kept is None:
+            loop.kept = [p.detach().clone() for p in loop.parameters]
+        torch._foreach_lerp_(loop.kept, loop.parameters, 0.3)
+        for mean, parameter in zip(loop.kept, loop.parameters, strict=True):
+            parameter.copy_(mean)
+
+
+def average_model(loop: Loop) -> None:
+    loop.kept = loop.kept or AveragedModel(loop.model)
+    loop.kept.update_parameters(loop.model)
+    with torch.no_grad():
+        for mean, parameter in zip(loop.kept.parameters(), loop.parameters, strict=True):
+            parameter.copy_(mean)
+
+
+def reload_state(loop: Loop) -> None:
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    loop.optimizer = torch.optim.AdamW(loop.parameters, 0.05)
+    loop.optimizer.load_state_dict(saved)
+
+
+def nothing(loop: Loop) -> None:
+    """Changes nothing."""
+
+
+BACKWARDS: tuple[Callable[[Loop], None], ...] = (
+    backward_by_grad,
+    backward_of_some,
+    backward_of_one_stage,
+    accumulate,
+    hooked,
+    penalize_one_stage,
+    on_the_device_of_parameters,
+)
+BEFORE: tuple[Callable[[Loop], None], ...] = (add_noise, drop_small, clip_each)
+AFTER: tuple[Callable[[Loop], None], ...] = (decay, draw_anew, average, average_model, reload_state)
+
+
+def train(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """Loops with one of each kind of change, beside the same on one process."""
+    loops = [(each, nothing, nothing) for each in BACKWARDS]
+    loops += [(plain_step, each, nothing) for each in BEFORE]
+    loops += [(plain_step, nothing, each) for each in AFTER]
+    for kinds in loops:
+        plain = Regression()
+        model = autopar.compile(copy.deepcopy(plain), strategy=fixed(0, pp=2), **given)
+        if not given:
+            model(X, Y)
+        for each in (plain, model):
+            Loop(each).train(*kinds)
+        name = [kind.__name__ for kind in kinds]
+        torch.testing.assert_close(
+            whole_state(model), plain.state_dict(), msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("given", [{}, {"example_inputs": (X, Y)}], ids=["at first call", "early"])
+def test_loops_may_change_all_parameters(given: dict[str, Any]) -> None:
+    run(partial(train, given=given), 2)
 
 
 def step_parts(rank: int, world_size: int) -> None:
@@ -85,15 +275,3 @@ def step_parts(rank: int, world_size: int) -> None:
 
 def test_optimizers_of_parts() -> None:
     run(step_parts, 2)
-
-
-def warn(rank: int, world_size: int) -> None:
-    model = autopar.compile(Regression(), strategy=fixed(0, pp=2), example_inputs=(X, Y))
-    text = "Sam has the parameters of this rank's stage alone"
-    told = pytest.warns(autopar.NumericsWarning, match=text)
-    with told if rank == 0 else contextlib.nullcontext():
-        Sam(model.parameters(), 0.1)
-
-
-def test_optimizers_that_are_not_torchs() -> None:
-    run(warn, 2)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.training import ADAMW, Pair, close, fixed, whole_state
 from tests.harness.worlds import run
 
@@ -37,7 +38,7 @@ def train(model: nn.Module) -> list[list[bool]]:
     for step in range(5):
         first, second = model(*batch(step))
         (first + second if step == 4 else (first, second)[step % 2]).backward()
-        own = [p for p in model.parameters() if not p.is_meta]
+        own = [p for p in model.parameters() if not is_remote(p)]
         absent.append([p.grad is None for p in own])
         optimizer.step()
         optimizer.zero_grad()

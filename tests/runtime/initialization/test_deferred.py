@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ModelError
+from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.models import MODELS
 from tests.harness.training import close, fixed, whole_state
 from tests.harness.worlds import Raised, run
@@ -71,8 +72,8 @@ def try_on_meta(rank: int, world_size: int) -> None:
     for pp in (1, 2):
         trial = model.copy_with_plan(plan_of(2, pp))
         trial(*INPUTS).backward()
-        assert any(p.is_meta for p in trial.parameters()) == (pp == 2)
-    assert all(p.is_meta for p in model.parameters())
+        assert any(is_remote(p) for p in trial.parameters()) == (pp == 2)
+    assert all(is_remote(p) for p in model.parameters())
     assert_same_bits(whole_state(model), GPT.make().state_dict())
 
 

@@ -13,7 +13,7 @@ from autopar._torch import FakeTensorMode
 from autopar.plan.layout import Layout
 from autopar.runtime.initialization import deferred, initialize
 from autopar.runtime.initialization.deferred import DeferredValues
-from autopar.runtime.parameters.distribute import local_part
+from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters
 from autopar.runtime.process_groups import make_mesh
 from benchmarks.starting.bytes import LiveBytes
@@ -57,7 +57,7 @@ def start(rank: int, world_size: int, elsewhere: bool, **options: Any) -> None:
     held = Layout(parallel.plan).parameters_on(rank)
     local = [local_part(p) for n, p in model.named_parameters() if held is None or n in held]
     share, (_, unit) = sum(x.nbytes for x in local), sizes(model)
-    assert not any(x.is_meta for x in local)
+    assert not any(is_remote(x) for x in local)
     assert elsewhere or counted.peak >= share  # else rank 0 has values already
     assert counted.peak <= share + unit + SLACK
     assert share < 0.6 * sum(p.nbytes for p in model.parameters())
@@ -99,4 +99,4 @@ def test_thirty_billion_parameters_start_on_eight_ranks(
     assert share == pytest.approx(whole / 8, rel=1e-3)
     assert share <= counted.now <= share + SLACK
     assert counted.peak <= share + unit + SLACK
-    assert not any(local_part(p).is_meta for p in model.parameters())
+    assert not any(is_remote(local_part(p)) for p in model.parameters())

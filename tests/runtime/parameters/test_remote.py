@@ -1,41 +1,92 @@
-"""Whoever reads a parameter of another stage is told, wherever it stands among the arguments."""
+"""A parameter of another stage: what changes it alone passes, what reads a value is told."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from autopar.errors import StrategyError
 from autopar.runtime.parameters.remote import mark_remote
 
-
-def average_of(parameter: nn.Parameter) -> None:
-    model = nn.ParameterList([parameter])
-    AveragedModel(model).update_parameters(model)
+Use = Callable[[nn.Parameter, torch.Tensor], Any]
 
 
-READS: dict[str, Callable[[nn.Parameter, torch.Tensor], Any]] = {
-    "a sum": lambda p, x: p.sum(),
-    "a product": lambda p, x: x * p,
-    "a list": lambda p, x: torch.stack([x, p]),
-    "a norm of many": lambda p, x: torch._foreach_norm([p, x]),
-    "backward(inputs=)": lambda p, x: x.sum().backward(inputs=[x, p]),
-    "torch.autograd.grad": lambda p, x: torch.autograd.grad(x.sum(), [x, p], allow_unused=True),
-    "its data": lambda p, x: p.data,
-    "its gradient": lambda p, x: p.grad,
-    "a detached copy": lambda p, x: p.detach().clone(),
-    "a list of detached values": lambda p, x: [t.detach() for t in (x, p)][1].tolist(),
-    "an average of weights": lambda p, x: average_of(p),
+def remote() -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(3, 3, device="meta"))
+    mark_remote(parameter, torch.device("cpu"))
+    return parameter
+
+
+def write(x: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        x[0] = value
+
+
+READS: dict[str, Use] = {
+    "a number": lambda p, x: p.sum().item(),
+    "a condition": lambda p, x: bool(p.max() > 0),
+    "a product with what is trained here": lambda p, x: x * p,
+    "a list with what is trained here": lambda p, x: torch.stack([x, p]),
+    "a norm that scales what is here": lambda p, x: x.detach().mul_(p.detach().norm()),
+    "a row of what is here": lambda p, x: write(x, p.detach()[0]),
+    "values of a copy": lambda p, x: p.detach().clone().tolist(),
+    "an array": lambda p, x: p.detach().numpy(),
+    "a comparison": lambda p, x: torch.equal(p, x.detach()),
+    "an address": lambda p, x: p.data_ptr(),
+    "a file": lambda p, x: pickle.dumps(p.detach()),
+    "as many values as are positive": lambda p, x: p.detach()[p > 0],
+    "draws whose number depends on values": lambda p, x: torch.poisson(p.detach().abs()),
+    "draws until all are in bounds": lambda p, x: nn.init.trunc_normal_(p),
 }
 
 
 @pytest.mark.parametrize("name", READS)
 def test_reads_are_refused(name: str) -> None:
-    parameter = nn.Parameter(torch.empty(3, device="meta"))
-    mark_remote(parameter)
-    assert parameter.shape == (3,)
-    with pytest.raises(StrategyError, match=r"of a parameter of shape \[3\] is read"):
-        READS[name](parameter, torch.ones(3, requires_grad=True))
+    with pytest.raises(StrategyError, match=r"of a parameter of shape \[3, 3\] is read"):
+        READS[name](remote(), torch.ones(3, 3, requires_grad=True))
+
+
+DRAWS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda p: nn.init.sparse_(p, 0.5),
+    "kaiming": nn.init.kaiming_uniform_,
+    "dropout": lambda p: nn.functional.dropout(p.detach(), 0.5),
+    "noise": lambda p: p.data.add_(torch.randn_like(p)),
+    "a transposed view": lambda p: p.data.T.exponential_(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_as_many_numbers_are_drawn_as_on_the_other_stage(name: str) -> None:
+    states = []
+    for parameter in (nn.Parameter(torch.ones(3, 3)), remote()):
+        torch.manual_seed(0)
+        DRAWS[name](parameter)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_lists_of_both_kinds_change_what_is_here() -> None:
+    with torch.no_grad():
+        here, there = torch.ones(2), remote()
+        torch._foreach_mul_([there, here], [2.0, 3.0])
+        sums = torch._foreach_add([there, here], [there, here])
+    assert here.tolist() == [3.0, 3.0]
+    assert sums[1].tolist() == [6.0, 6.0]
+    assert sums[0].shape == (3, 3)
+
+
+def test_a_remote_parameter_looks_like_one_of_this_rank() -> None:
+    parameter = remote()
+    assert parameter.device == torch.device("cpu")
+    assert not parameter.is_meta
+    assert parameter.grad is None
+    parameter.grad = torch.ones(3, 3)
+    assert parameter.grad is not None
+    assert parameter.grad.shape == (3, 3)
+    assert copy.deepcopy(parameter.detach()).shape == (3, 3)
+    assert repr(parameter) == "RemoteParameter(shape=[3, 3], on another stage)"
