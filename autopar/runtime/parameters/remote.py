@@ -43,8 +43,13 @@ _METADATA = frozenset(
         "dim",
         "element_size",
         "is_complex",
+        "is_conj",
         "is_contiguous",
         "is_floating_point",
+        "is_same_size",
+        "is_signed",
+        "ndimension",
+        "nelement",
         "numel",
         "register_hook",
         "register_post_accumulate_grad_hook",
@@ -116,7 +121,7 @@ class _Remote:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         module, kwargs = _module_of(sys._getframe(1)), kwargs or {}
-        if _is_updater(module) or module.startswith(_KEEPERS):
+        if module.startswith(_KEEPERS):
             with without_subclasses():
                 return func(*args, **kwargs)
         like = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _Remote))

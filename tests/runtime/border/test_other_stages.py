@@ -97,6 +97,7 @@ class Loop:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), 0.05)
         self.kept: Any = None
+        self.results: list[Tensor] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -204,6 +205,17 @@ def average_model(loop: Loop) -> None:
     with torch.no_grad():
         for mean, parameter in zip(loop.kept.parameters(), loop.parameters, strict=True):
             parameter.copy_(mean)
+        loop.results.append(loop.kept(X, Y))
+
+
+def train_copy(loop: Loop) -> None:
+    loop.kept = copy.deepcopy(loop.model)
+    optimizer = torch.optim.Adagrad(loop.kept.parameters(), 0.1)
+    for _ in range(2):
+        loss = loop.kept(X, Y)
+        loss.backward()
+        optimizer.step()
+        loop.results.append(loss.detach())
 
 
 def reload_state(loop: Loop) -> None:
@@ -226,7 +238,14 @@ BACKWARDS: tuple[Callable[[Loop], None], ...] = (
     on_the_device_of_parameters,
 )
 BEFORE: tuple[Callable[[Loop], None], ...] = (add_noise, drop_small, clip_each)
-AFTER: tuple[Callable[[Loop], None], ...] = (decay, draw_anew, average, average_model, reload_state)
+AFTER: tuple[Callable[[Loop], None], ...] = (
+    decay,
+    draw_anew,
+    average,
+    average_model,
+    train_copy,
+    reload_state,
+)
 
 
 def train(rank: int, world_size: int, given: dict[str, Any]) -> None:
@@ -239,12 +258,12 @@ def train(rank: int, world_size: int, given: dict[str, Any]) -> None:
         model = autopar.compile(copy.deepcopy(plain), strategy=fixed(0, pp=2), **given)
         if not given:
             model(X, Y)
-        for each in (plain, model):
-            Loop(each).train(*kinds)
+        both = Loop(plain), Loop(model)
+        for loop in both:
+            loop.train(*kinds)
         name = [kind.__name__ for kind in kinds]
-        torch.testing.assert_close(
-            whole_state(model), plain.state_dict(), msg=lambda text, name=name: f"{name}: {text}"
-        )
+        ends = [(whole_state(loop.model), loop.results) for loop in both]
+        torch.testing.assert_close(*ends, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("given", [{}, {"example_inputs": (X, Y)}], ids=["at first call", "early"])
