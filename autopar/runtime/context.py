@@ -56,6 +56,7 @@ from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
+from autopar.runtime.parameters.remote import as_remote
 from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.rng import RandomStream
 
@@ -419,7 +420,8 @@ class ExecutionContext:
         self.held_gradients.add(name, self.index.parameters[name], gradient)
 
     def as_grad_of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        return in_layout_of(self.index.parameters[name], gradient)
+        parameter = self.index.parameters[name]
+        return as_remote(in_layout_of(parameter, gradient), parameter)
 
 
 def inputs_of(shard: BatchShard) -> dict[int, torch.Tensor]:

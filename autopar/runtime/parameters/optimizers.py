@@ -22,6 +22,7 @@ from autopar.common.notices import warn_once
 from autopar.errors import NumericsWarning, StrategyError
 from autopar.runtime.parameters.remote import is_on_other_stage
 from autopar.runtime.parameters.sharded import distribute_replicated
+from autopar.runtime.parameters.stage_states import keep_stage_states
 
 _SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have stepped."""
@@ -87,7 +88,7 @@ def left_out_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _keeps_all(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step reads gradients in modules of torch alone, which find none."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 @functools.cache
@@ -103,7 +104,7 @@ def _leave_out_of_new_optimizers() -> None:
         if len(own) == len(listed):
             return add(self, param_group)
         if _keeps_all(self):
-            _hook_states(self)
+            keep_stage_states(self)
             return add(self, {**param_group, "params": listed})
         _warn_of_parts(self)
         left_out_of(self).extend(x for x in tensors if is_on_other_stage(x))
@@ -127,7 +128,7 @@ def _leave_out_remote(optimizer: Optimizer) -> None:
     if not remote:
         return
     if _keeps_all(optimizer):
-        _hook_states(optimizer)
+        keep_stage_states(optimizer)
         return
     _warn_of_parts(optimizer)
     left_out = left_out_of(optimizer)
@@ -152,26 +153,9 @@ def _warn_of_parts(optimizer: Optimizer) -> None:
         NumericsWarning,
         f"{type(optimizer).__name__} has the parameters of this rank's stage alone. If it, or a "
         "loop over its param_groups, computes something of several of them, such as a norm of all "
-        "gradients, the result is not that of one device: make it by model.whole_optimizer().",
+        "gradients, or draws random numbers for each, the result is not that of one device: make "
+        "it by model.whole_optimizer().",
     )
-
-
-def _hook_states(optimizer: Optimizer) -> None:
-    """Makes states that an optimizer gives and takes those of this rank's stages."""
-    if not hasattr(optimizer, "states_hooked_by_autopar"):
-        optimizer.states_hooked_by_autopar = True  # type: ignore[attr-defined]
-        optimizer.register_state_dict_post_hook(_without_remote_states)
-        optimizer.register_load_state_dict_pre_hook(_without_remote_states)
-
-
-def _without_remote_states(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """A state dict without states of other stages' parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    keys = [key for group in state["param_groups"] for key in group["params"]]
-    if len(keys) != len(parameters):
-        return None
-    remote = {key for key, p in zip(keys, parameters, strict=True) if is_on_other_stage(p)}
-    return {**state, "state": {k: v for k, v in state["state"].items() if k not in remote}}
 
 
 def _select_kept(optimizer: Any, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,9 +7,11 @@ the whole model.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,23 +25,29 @@ from autopar.runtime.parameters.sharded import ShardedTensor
 _INTERNALS = ("torch.", "autopar.")
 """Modules that see such a parameter on the device where it is."""
 
-_LOOPS = ("torch.amp.", "torch.optim.", "torch.nn.functional.", "torch.nn.init.", "torch.nn.utils.")
+_LOOPS = (
+    "torch.amp.",
+    "torch.nn.functional.",
+    "torch.nn.init.",
+    "torch.nn.modules.",
+    "torch.nn.utils.",
+    "torch.optim.",
+)
 """Modules of torch that see it as a loop does, where the other stage has it."""
 
 _UPDATERS = ("torch.optim.", "torch.amp.")
 """Modules that leave out parameters without gradient, as they find those of other stages."""
 
-_KEEPERS = ("torch.nn.modules.module.", "torch.optim.optimizer.", "autopar.")
-"""Modules that handle such parameters as placeholders; the second discards gradients."""
+_KEEPERS = ("torch.optim.optimizer.", "autopar.")
+"""Modules that handle such parameters as placeholders; the first discards gradients."""
 
-_AVERAGES = "torch.optim.swa_utils."
-"""A module of updaters that reads all parameters."""
+_MODULES = "torch.nn.modules.module."
+"""The module that loads and saves states, whose values stay marked."""
 
 _METADATA = frozenset(
     {
         "__hash__",
         "__len__",
-        "__deepcopy__",
         "dim",
         "element_size",
         "is_complex",
@@ -58,45 +66,53 @@ _METADATA = frozenset(
         "storage_offset",
         "stride",
         "swap_tensors",
-        "untyped_storage",
     }
 )
 """Functions that read no value."""
 
 _GRAD: Any = torch.Tensor.grad
-_GRADIENTS: Any = (torch.autograd.grad, torch.autograd.backward)
+_DERIVATIVES: Any = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
-class _Remote:
-    """A tensor of another stage.
+@dataclass(frozen=True)
+class Origin:
+    """The parameter of another stage that a tensor is, or comes from.
 
     Attributes:
-        owner_device: where the other stage has it.
-        source: the shape of the parameter that it is, or comes from.
+        device: where the other stage has it.
+        is_sharded: whether graphs of a loop do not lead to it.
     """
 
     shape: torch.Size
+    device: torch.device
+    is_sharded: bool
+
+
+class _Remote:
+    """A tensor of another stage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
     requires_grad: bool
-    owner_device: torch.device
-    source: torch.Size
+    origin: Origin
 
     @property
     def device(self) -> torch.device:
         """The device where its values are, for a loop that puts batches there."""
-        return META if _is_internal(sys._getframe(1)) else self.owner_device
+        return META if _is_internal(sys._getframe(1)) else self.origin.device
 
     @property
     def is_meta(self) -> bool:
         """Whether it has no values, as initialisers ask who then draw none."""
-        return _is_internal(sys._getframe(1)) or self.owner_device == META
+        return _is_internal(sys._getframe(1)) or self.origin.device == META
 
     @property
     def is_cpu(self) -> bool:
-        return not _is_internal(sys._getframe(1)) and self.owner_device.type == "cpu"
+        return not _is_internal(sys._getframe(1)) and self.origin.device.type == "cpu"
 
     @property
     def is_cuda(self) -> bool:
-        return not _is_internal(sys._getframe(1)) and self.owner_device.type == "cuda"
+        return not _is_internal(sys._getframe(1)) and self.origin.device.type == "cuda"
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -106,7 +122,7 @@ class _Remote:
             found: torch.Tensor | None = _GRAD.__get__(self)
         if found is None or module.startswith(_KEEPERS):
             return found
-        return None if _is_updater(module) else _remote_like(found, self)
+        return None if module.startswith(_UPDATERS) else _remote_like(found, self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -115,8 +131,20 @@ class _Remote:
                 value = torch.empty_like(self)  # type: ignore[arg-type]
             _GRAD.__set__(self, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def __repr__(self, **_: Any) -> str:
         return f"{type(self).__name__}(shape={list(self.shape)}, on another stage)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        made = torch.empty(self.shape, dtype=self.dtype, device=META)
+        copied = _remote_like(made.requires_grad_(self.requires_grad), self)
+        if isinstance(self, nn.Parameter):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,22 +153,16 @@ class _Remote:
             with without_subclasses():
                 return func(*args, **kwargs)
         like = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, _Remote))
-        result = _run(func, args, kwargs, like)
+        if module == _MODULES:
+            with without_subclasses():
+                result = func(*args, **kwargs)
+        else:
+            result = _run(func, args, kwargs, like)
         return pytree.tree_map_only(torch.Tensor, lambda t: _remote_like(t, like), result)
 
 
 class RemoteTensor(_Remote, torch.Tensor):  # type: ignore[misc, override]
-    """A value that comes from a parameter of another stage."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        made = torch.empty(self.shape, dtype=self.dtype, device=META)
-        copied = _remote_like(made.requires_grad_(self.requires_grad), self)
-        memo[id(self)] = copied
-        return copied
-
-
-class RemoteParameter(_Remote, nn.Parameter):  # type: ignore[misc, override]
-    """A parameter of another stage."""
+    """A parameter of another stage, or a value that comes from one."""
 
 
 class RemoteShard(_Remote, ShardedTensor):  # type: ignore[misc, override]
@@ -154,9 +176,9 @@ def mark_remote(parameter: nn.Parameter, device: torch.device) -> None:
         parameter: the parameter, on the meta device.
         device: where the other stage has it.
     """
-    is_sharded = isinstance(parameter, ShardedTensor)
-    parameter.__class__ = RemoteShard if is_sharded else RemoteParameter  # type: ignore[assignment]
-    parameter.owner_device, parameter.source = device, parameter.shape  # type: ignore[attr-defined]
+    is_sharded, marked = isinstance(parameter, ShardedTensor), cast(Any, parameter)
+    marked.__class__ = RemoteShard if is_sharded else RemoteTensor
+    marked.origin, marked._is_param = Origin(parameter.shape, device, is_sharded), True
 
 
 def is_on_other_stage(tensor: object) -> bool:
@@ -180,25 +202,24 @@ def _is_internal(frame: FrameType) -> bool:
     return module.startswith(_INTERNALS) and not module.startswith(_LOOPS)
 
 
-def _is_updater(module: str) -> bool:
-    return module.startswith(_UPDATERS) and not module.startswith(_AVERAGES)
-
-
 def _run(func: Any, args: Any, kwargs: Any, like: _Remote) -> Any:
     """The result of a function of torch, on shapes alone."""
     name = getattr(func, "__name__", "")
     if name in _METADATA:
         with without_subclasses():
             return func(*args, **kwargs)
-    if func in _GRADIENTS and not any(map(is_on_other_stage, pytree.tree_leaves(args[0]))):
-        return _differentiate(func, args, kwargs)
-    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+    if func in _DERIVATIVES:
+        if not any(map(is_on_other_stage, pytree.tree_leaves(args[0]))):
+            return _differentiate(func, args, kwargs)
+        if like.origin.is_sharded:
+            raise _error(like)
+    elif func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         return _assign(*args)
-    if func not in (*_GRADIENTS, torch.Tensor.backward):
+    else:
         _check_graphs(args, kwargs, like)
         args, kwargs = pytree.tree_map_only(RemoteShard, _without_layout, (args, kwargs))
     try:
-        with without_subclasses(), ShapesAlone(like.owner_device):
+        with without_subclasses(), ShapesAlone(like.origin.device):
             result = func(*args, **kwargs)
     except AutoparError:
         raise
@@ -212,9 +233,13 @@ def _run(func: Any, args: Any, kwargs: Any, like: _Remote) -> Any:
 
 def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
     """Gradients of values of this rank, which all ranks of the pipeline compute."""
-    with without_subclasses():  # for the edges alone: hooks may use subclasses
-        args, kwargs = pytree.tree_map_only(_Remote, get_gradient_edge, (args, kwargs))
-    return func(*args, **kwargs)
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    # a gradient of the results, for one
+    check_no_values_needed([x for name, x in bound.arguments.items() if name != "inputs"])
+    if (inputs := bound.arguments.get("inputs")) is not None:
+        with without_subclasses():  # for the edges alone: hooks may use subclasses
+            bound.arguments["inputs"] = pytree.tree_map_only(_Remote, get_gradient_edge, inputs)
+    return func(*bound.args, **bound.kwargs)
 
 
 def _assign(tensor: _Remote, value: torch.Tensor) -> None:
@@ -229,12 +254,12 @@ def _assign(tensor: _Remote, value: torch.Tensor) -> None:
 
 
 def _check_graphs(args: Any, kwargs: Any, like: _Remote) -> None:
-    """Raises StrategyError if a gradient would have to come to this rank, or leave it."""
+    """Raises StrategyError if a gradient would have to leave this rank."""
     if not torch.is_grad_enabled():
         return
     for leaf in pytree.tree_leaves((args, kwargs)):
         is_here = isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Remote)
-        if (is_here or isinstance(leaf, RemoteShard)) and leaf.requires_grad:
+        if is_here and leaf.requires_grad:
             raise _error(like)
 
 
@@ -243,10 +268,11 @@ def _is_tensor_or_none(value: Any) -> bool:
 
 
 def _without_layout(shard: RemoteShard) -> torch.Tensor:
-    return torch.empty(shard.shape, dtype=shard.dtype, device=META)
+    made = torch.empty(shard.shape, dtype=shard.dtype, device=META)
+    return made.requires_grad_(shard.requires_grad)
 
 
-def _remote_like(tensor: torch.Tensor, like: _Remote) -> torch.Tensor:
+def _remote_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """A tensor without values, as one of the stage that `like` is of."""
     if not tensor.is_meta:
         return tensor
@@ -255,15 +281,20 @@ def _remote_like(tensor: torch.Tensor, like: _Remote) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         tensor.__class__ = RemoteTensor
     if isinstance(tensor, _Remote):
-        tensor.owner_device, tensor.source = like.owner_device, like.source
+        tensor.origin = like.origin
     return tensor
+
+
+def as_remote(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient as hooks see it: without values where its parameter has none."""
+    return _remote_like(gradient, parameter) if isinstance(parameter, _Remote) else gradient
 
 
 def _error(like: _Remote) -> StrategyError:
     return StrategyError(
-        f"the value or gradient of a parameter of shape {list(like.source)} is read, which lives "
-        "on another stage of the pipeline. With those of its own stage alone a rank would not "
-        "train as one device. Clip gradients by model.clip_grad_norm_(), read and change values "
-        "inside of `with model.gathered():`, make optimizers that need them all by "
+        f"the value or gradient of a parameter of shape {list(like.origin.shape)} is read, which "
+        "lives on another stage of the pipeline. With those of its own stage alone a rank would "
+        "not train as one device. Clip gradients by model.clip_grad_norm_(), read and change "
+        "values inside of `with model.gathered():`, make optimizers that need them all by "
         "model.whole_optimizer(), or leave pipelines out."
     )

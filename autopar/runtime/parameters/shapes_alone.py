@@ -35,14 +35,19 @@ class ShapesAlone(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        kwargs = kwargs or {}
+        tensors = _tensors_of((args, kwargs))
+        is_mixed = len({tensor.is_meta for tensor in tensors}) > 1
+        if is_mixed and func.overloadpacket.__name__.startswith("_foreach_"):
+            return self._run_apart(func, args, kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        kwargs, tensors = dict(kwargs), _tensors_of((args, kwargs))
         if not any(tensor.is_meta for tensor in tensors):
-            if kwargs.get("device") == META:  # of another argument, as `x.to(parameter)` takes it
+            if tensors and kwargs.get("device") == META:  # as `x.to(parameter)` takes it
                 kwargs["device"] = self.device
             return func(*args, **kwargs)
-        if len({tensor.is_meta for tensor in tensors}) > 1 and _is_foreach(func):
-            return self._run_apart(func, args, kwargs)
         if not all(tensor.is_meta for tensor in _written(func, args, kwargs)):
             raise ValueNeededError
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -59,7 +64,7 @@ class ShapesAlone(TorchDispatchMode):
         """
         written = _written(func, args, kwargs)
         is_like = func.overloadpacket.__name__.endswith("_like")
-        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        read = _tensors_of((args, kwargs))
         if not is_like and any(all(x is not w for w in written) for x in read):
             raise ValueNeededError
 
@@ -88,14 +93,15 @@ class ShapesAlone(TorchDispatchMode):
                 per_row = isinstance(value, (list, tuple)) and len(value) == len(rows)
                 return [value[i] for i in places] if per_row else value
 
-            part = func(*map(chosen, args), **{key: chosen(v) for key, v in kwargs.items()})
+            named = {key: chosen(value) for key, value in kwargs.items()}
+            part = self._run(func, tuple(map(chosen, args)), named) if places else ()
             for place, result in zip(places, part or (), strict=False):
                 results[place], has_results = result, True
         return results if has_results else None
 
 
-def _is_foreach(func: OpOverload) -> bool:
-    return func.overloadpacket.__name__.startswith("_foreach_")
+def _tensors_of(values: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def _has_tensors(value: Any) -> bool:
@@ -110,10 +116,14 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator changes."""
+    """The tensors that an operator changes, by its schema.
+
+    Schemas of batch norms are silent on the running statistics that they change.
+    """
     values = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name.startswith("running_")
+        or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return _tensors_of(values)

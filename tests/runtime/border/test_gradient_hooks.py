@@ -1,6 +1,7 @@
 """Gradient hooks of a loop see what they see on one device, and only then."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.common.notices import ISSUED
+from autopar.runtime.agreement.consensus import gather_objects
 from tests.harness.training import ADAMW, close, fixed, whole_state
 from tests.harness.worlds import run
 from tests.runtime.border.test_untouched import TwoHeads, batch
@@ -55,6 +58,24 @@ def beside_one_device(rank: int, world_size: int, loop: Any) -> None:
         model = autopar.compile(TwoHeads(), strategy=strategy, fallback=False)
         loop(model)
         close(whole_state(model), plain.state_dict())
+
+
+def draw_in_hooks(rank: int, world_size: int, strategy: autopar.Strategy) -> None:
+    """The order of hooks is not that of one device, which is told where it matters."""
+    model = autopar.compile(TwoHeads(), strategy=strategy, fallback=False)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g + 0.1 * torch.rand(g.shape, dtype=g.dtype))
+    ISSUED.clear()
+    warns = pytest.warns(autopar.NumericsWarning, match="draw random numbers")
+    with warns if rank == 0 else contextlib.nullcontext():
+        sum(model(*batch(0))).backward()
+    states = gather_objects(torch.get_rng_state().tolist())
+    assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_hooks_that_draw_are_told(strategy: autopar.Strategy) -> None:
+    run(partial(draw_in_hooks, strategy=strategy), 2)
 
 
 def test_hooks_of_losses_in_turn() -> None:

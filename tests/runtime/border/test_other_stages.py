@@ -142,6 +142,16 @@ def hooked(loop: Loop) -> None:
     loop.model(X, Y).backward()
 
 
+def masked_by_hooks(loop: Loop) -> None:
+    if loop.kept is None:
+        masks = [torch.rand(p.shape) for p in loop.parameters]
+        loop.kept = [
+            p.register_hook(lambda g, mask=mask: g * mask)
+            for p, mask in zip(loop.parameters, masks, strict=True)
+        ]
+    loop.model(X, Y).backward()
+
+
 def penalize_one_stage(loop: Loop) -> None:
     (0.1 * loop.model.b.weight.square().sum()).backward()
     loop.model(X, Y).backward()
@@ -234,6 +244,7 @@ BACKWARDS: tuple[Callable[[Loop], None], ...] = (
     backward_of_one_stage,
     accumulate,
     hooked,
+    masked_by_hooks,
     penalize_one_stage,
     on_the_device_of_parameters,
 )

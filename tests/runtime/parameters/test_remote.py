@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.errors import StrategyError
+from autopar.common.notices import ISSUED
+from autopar.errors import AutoparWarning, NumericsWarning, StrategyError
+from autopar.runtime.parameters.optimizers import leave_out_of_optimizers
 from autopar.runtime.parameters.remote import mark_remote
 
 Use = Callable[[nn.Parameter, torch.Tensor], Any]
@@ -32,6 +34,12 @@ READS: dict[str, Use] = {
     "a product with what is trained here": lambda p, x: x * p,
     "a list with what is trained here": lambda p, x: torch.stack([x, p]),
     "a norm that scales what is here": lambda p, x: x.detach().mul_(p.detach().norm()),
+    "a list of what is here": lambda p, x: torch._foreach_mul_([x.detach()], p.detach().norm()),
+    "lists of what is here": lambda p, x: torch._foreach_add_([x.detach()], [p.detach()]),
+    "running statistics": lambda p, x: nn.functional.batch_norm(
+        x.detach(), torch.zeros(3), torch.ones(3), p[0], p[1], training=True
+    ),
+    "an address of memory": lambda p, x: p.untyped_storage().data_ptr(),
     "a row of what is here": lambda p, x: write(x, p.detach()[0]),
     "values of a copy": lambda p, x: p.detach().clone().tolist(),
     "an array": lambda p, x: p.detach().numpy(),
@@ -80,6 +88,28 @@ def test_lists_of_both_kinds_change_what_is_here() -> None:
     assert sums[0].shape == (3, 3)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_states_of_other_stages_are_told(kind: type[torch.optim.Optimizer]) -> None:
+    here, there = nn.Parameter(torch.ones(2)), remote()
+    leave_out_of_optimizers([there])
+    optimizer = kind([here, there], lr=0.1)  # type: ignore[call-arg]
+    here.grad, there.grad = torch.ones(2), torch.ones(3, 3)
+    optimizer.step()
+    assert here.tolist() == [pytest.approx(0.9)] * 2
+    with pytest.raises(StrategyError, match="state of a parameter"):
+        _ = optimizer.state[there]
+    ISSUED.clear()
+    with pytest.warns(NumericsWarning, match="of this rank's stages alone"):
+        _ = len(optimizer.state)
+    with pytest.warns(AutoparWarning, match="full_optimizer_state_dict"):
+        state = optimizer.state_dict()
+    assert state["param_groups"][0]["params"] == [0, 1]
+    assert 1 not in state["state"]
+    optimizer.load_state_dict(state)
+    with pytest.raises(StrategyError, match="state of a parameter"):
+        _ = optimizer.state[there]
+
+
 def test_a_remote_parameter_looks_like_one_of_this_rank() -> None:
     parameter = remote()
     assert parameter.device == torch.device("cpu")
@@ -88,5 +118,8 @@ def test_a_remote_parameter_looks_like_one_of_this_rank() -> None:
     parameter.grad = torch.ones(3, 3)
     assert parameter.grad is not None
     assert parameter.grad.shape == (3, 3)
+    del parameter.grad
     assert copy.deepcopy(parameter.detach()).shape == (3, 3)
-    assert repr(parameter) == "RemoteParameter(shape=[3, 3], on another stage)"
+    assert isinstance(copy.deepcopy(parameter), nn.Parameter)
+    assert isinstance(nn.Parameter(parameter), nn.Parameter)
+    assert repr(parameter) == "RemoteTensor(shape=[3, 3], on another stage)"
