@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 import autopar
 from autopar.errors import FallbackWarning, LossyWarning, NumericsWarning
 from benchmarks.loops.case import Setup
@@ -191,10 +193,13 @@ def _wanted(sample: Sample, seed: int, drawing: bool) -> dict[str, Any] | None:
 
     None also for an operator that draws, without `drawing`: ranks draw numbers of their own.
     """
+    fresh = torch.Generator().manual_seed(seed).get_state()
     try:
         values = observe(Layer(sample), sample, seed)
+        if not drawing and not torch.equal(torch.get_rng_state(), fresh):
+            return None
         with filled_memory():
-            again = observe(Layer(sample), sample, seed if drawing else seed + 1)
+            again = observe(Layer(sample), sample, seed)
     except Exception:
         return None
     return values if deviation(again, values)[0] <= 1 else None
