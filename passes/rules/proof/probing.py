@@ -30,6 +30,7 @@ from autopar._torch import (
     python_kernels,
     pytree,
     registrations_of,
+    without_modes,
 )
 from autopar.common.notices import warn_once
 from autopar.cost_model.kernels.random_inputs import takes_any
@@ -73,7 +74,8 @@ def probe_loops(operator: Operator) -> list[Loop]:
     for device in _devices(operator):
         loops = _FOUND.get((device, asked))
         if loops is None:
-            loops, error = _probe(operator, device)
+            with without_modes():  # a capture's fake tensors have no values to compare
+                loops, error = _probe(operator, device)
             if operator.target.namespace not in OWN and error is not None:
                 errors[device] = f"on {device}: {type(error).__name__}: {str(error)[:200]}"
                 continue  # perhaps another device runs it

@@ -45,6 +45,16 @@ def test_loops_are_probed_at_small_sizes() -> None:
     ]
 
 
+def test_a_capture_does_not_change_what_is_found() -> None:
+    """Ranks ask at other times, some of them while a model is captured."""
+    operator = called(aten._fft_c2c.default, torch.rand(8, 6) + 1j, [0], 0, True)
+    with FakeTensorMode():
+        loops = probing.probe_loops(operator)
+    probing._FOUND.clear()
+    assert loops == probing.probe_loops(operator)
+    assert [loop.operands for loop in loops] == [(DimAccess(1),)]
+
+
 def test_arguments_that_are_sizes() -> None:
     operator = called(aten.unfold_copy.default, torch.rand(4, 6), 1, 2, 2)
     loops = probing.probe_loops(operator)
