@@ -66,8 +66,12 @@ def probe_loops(operator: Operator) -> list[Loop]:
         return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
 
     arguments = str(pytree.tree_map(text, (operator.args, operator.kwargs)))
-    kernels = registrations_of(operator.target.name()), hash(frozenset(python_kernels))
-    asked: _Question = operator.target, arguments, kernels
+
+    def question() -> _Question:
+        kernels = registrations_of(operator.target.name()), hash(frozenset(python_kernels))
+        return operator.target, arguments, kernels
+
+    asked = question()
     if asked in _REFUSED:
         return []
     errors: dict[str, str] = {}
@@ -79,7 +83,7 @@ def probe_loops(operator: Operator) -> list[Loop]:
             if operator.target.namespace not in OWN and error is not None:
                 errors[device] = f"on {device}: {type(error).__name__}: {str(error)[:200]}"
                 continue  # perhaps another device runs it
-            _FOUND[device, asked] = loops
+            _FOUND[device, question()] = loops  # torch registers some kernels when it first runs
         return [*loops]
     _REFUSED.add(asked)
     warn_once(

@@ -81,7 +81,8 @@ def test_loops_are_kept_in_this_process(shelf: Path, monkeypatch: pytest.MonkeyP
     assert first
     monkeypatch.setattr(probing, "is_correct", lambda *_: pytest.fail("the operator ran again"))
     assert probing.probe_loops(operator) == first
-    assert not list(shelf.iterdir()), "the next process may have another kernel"
+    kept = [path for path in shelf.iterdir() if not path.name.startswith("torchinductor")]
+    assert not kept, "the next process may have another kernel"
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
