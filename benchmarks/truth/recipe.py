@@ -170,7 +170,7 @@ def train(
         loss = loss_of(model(*args, **kwargs))
         loss.backward()
         for name, parameter in model.named_parameters():
-            if is_remote(parameter):  # reading a gradient of another stage is an error
+            if is_remote(parameter):  # its gradient has no values here
                 continue
             if noise == 0.0 and type(parameter.grad) is Tensor and parameter.grad.numel():
                 largest = parameter.grad.abs().max().item()

@@ -71,8 +71,8 @@ def _record_step(optimizer: Optimizer, *_: Any) -> None:
 
 def ids_of(optimizer: Optimizer) -> set[int]:
     """`id` of each parameter of an optimizer, with those that it left to other stages."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    return set(map(id, [*own, *getattr(optimizer, "left_out_by_autopar", ())]))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return set(map(id, [*parameters, *getattr(optimizer, "left_out_by_autopar", ())]))
 
 
 def _is_coupled(optimizer: Optimizer) -> bool:

@@ -48,8 +48,8 @@ def leave_out_hooks(
         if gradient is None or len(hooked) > 1:
             for table in tables:
                 for number, hook in table.items():
-                    if not isinstance(hook, _Present):
-                        table[number] = _Present(hook, len(hooked) > 1)
+                    bare = hook.hook if isinstance(hook, _Present) else hook
+                    table[number] = _Present(bare, len(hooked) > 1)
 
 
 def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:

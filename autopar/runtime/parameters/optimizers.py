@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, NumericsWarning, StrategyError
-from autopar.runtime.parameters.remote import is_on_other_stage
+from autopar.runtime.parameters.remote import is_on_other_stage, module_of
 from autopar.runtime.parameters.sharded import distribute_replicated
 
 _SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -99,18 +99,19 @@ def _leave_out_of_new_optimizers() -> None:
 
     @functools.wraps(add)
     def add_own(self: Optimizer, param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        listed = [given] if isinstance(given, torch.Tensor) else list(given)
-        tensors = [p[1] if isinstance(p, tuple) else p for p in listed]
-        own = [p for p, x in zip(listed, tensors, strict=True) if not is_on_other_stage(x)]
-        if len(own) == len(listed):
+        params = param_group["params"]
+        entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        pairs = zip(entries, tensors, strict=True)
+        local_entries = [entry for entry, tensor in pairs if not is_on_other_stage(tensor)]
+        if len(local_entries) == len(entries):
             return add(self, param_group)
         if _keeps_all(self):
             keep_stage_states(self)
-            return add(self, {**param_group, "params": listed})
+            return add(self, {**param_group, "params": entries})
         _warn_of_parts(self)
         left_out_of(self).extend(x for x in tensors if is_on_other_stage(x))
-        return add(self, {**param_group, "params": own or listed})
+        return add(self, {**param_group, "params": local_entries or entries})
 
     @functools.wraps(zero)
     def zero_all(self: Optimizer, set_to_none: bool = True) -> None:
@@ -235,7 +236,7 @@ def keep_stage_states(optimizer: Optimizer) -> None:
 
 def _saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _module_of(frame).startswith(("torch.optim.", "torch._")):
+    while frame is not None and module_of(frame).startswith(("torch.optim.", "torch._")):
         frame = frame.f_back
     if frame is not None and not _is_library(frame):
         warn_once(
@@ -257,12 +258,8 @@ def _without_remote_states(optimizer: Optimizer, state: dict[str, Any]) -> dict[
     return {**state, "state": {k: v for k, v in state["state"].items() if k not in remote}}
 
 
-def _module_of(frame: FrameType) -> str:
-    return f"{frame.f_globals.get('__name__', '')}."
-
-
 def _is_library(frame: FrameType) -> bool:
-    return _module_of(frame).startswith(_LIBRARIES)
+    return module_of(frame).startswith(_LIBRARIES)
 
 
 def _check(parameter: Any, frame: FrameType) -> None:

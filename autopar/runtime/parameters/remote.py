@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
@@ -117,12 +118,12 @@ class _Remote:
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient, without values; None for optimizers, which leave it out."""
-        module = _module_of(sys._getframe(1))
+        module = module_of(sys._getframe(1))
         with without_subclasses():
-            found: torch.Tensor | None = _GRAD.__get__(self)
-        if found is None or module.startswith(_KEEPERS):
-            return found
-        return None if module.startswith(_UPDATERS) else _remote_like(found, self)
+            gradient: torch.Tensor | None = _GRAD.__get__(self)
+        if gradient is None or module.startswith(_KEEPERS):
+            return gradient
+        return None if module.startswith(_UPDATERS) else _remote_like(gradient, self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -139,8 +140,8 @@ class _Remote:
         return f"{type(self).__name__}(shape={list(self.shape)}, on another stage)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        made = torch.empty(self.shape, dtype=self.dtype, device=META)
-        copied = _remote_like(made.requires_grad_(self.requires_grad), self)
+        placeholder = torch.empty(self.shape, dtype=self.dtype, device=META)
+        copied = _remote_like(placeholder.requires_grad_(self.requires_grad), self)
         if isinstance(self, nn.Parameter):
             copied._is_param = True
         memo[id(self)] = copied
@@ -148,7 +149,7 @@ class _Remote:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        module, kwargs = _module_of(sys._getframe(1)), kwargs or {}
+        module, kwargs = module_of(sys._getframe(1)), kwargs or {}
         if module.startswith(_KEEPERS):
             with without_subclasses():
                 return func(*args, **kwargs)
@@ -186,19 +187,20 @@ def is_on_other_stage(tensor: object) -> bool:
     return isinstance(tensor, _Remote)
 
 
-def check_no_values_needed(arguments: Any) -> None:
-    """Raises StrategyError if a call's arguments come from parameters of other stages."""
-    for leaf in pytree.tree_leaves(arguments):
+def check_no_values_needed(leaves: Iterable[Any]) -> None:
+    """Raises StrategyError if an argument of a call comes from a parameter of another stage."""
+    for leaf in leaves:
         if isinstance(leaf, _Remote):
             raise _error(leaf)
 
 
-def _module_of(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code a frame runs, with a dot behind it."""
     return f"{frame.f_globals.get('__name__', '')}."
 
 
 def _is_internal(frame: FrameType) -> bool:
-    module = _module_of(frame)
+    module = module_of(frame)
     return module.startswith(_INTERNALS) and not module.startswith(_LOOPS)
 
 
@@ -235,7 +237,8 @@ def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
     """Gradients of values of this rank, which all ranks of the pipeline compute."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     # a gradient of the results, for one
-    check_no_values_needed([x for name, x in bound.arguments.items() if name != "inputs"])
+    others = [value for name, value in bound.arguments.items() if name != "inputs"]
+    check_no_values_needed(pytree.tree_leaves(others))
     if (inputs := bound.arguments.get("inputs")) is not None:
         with without_subclasses():  # for the edges alone: hooks may use subclasses
             bound.arguments["inputs"] = pytree.tree_map_only(_Remote, get_gradient_edge, inputs)
@@ -268,8 +271,8 @@ def _is_tensor_or_none(value: Any) -> bool:
 
 
 def _without_layout(shard: RemoteShard) -> torch.Tensor:
-    made = torch.empty(shard.shape, dtype=shard.dtype, device=META)
-    return made.requires_grad_(shard.requires_grad)
+    placeholder = torch.empty(shard.shape, dtype=shard.dtype, device=META)
+    return placeholder.requires_grad_(shard.requires_grad)
 
 
 def _remote_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:

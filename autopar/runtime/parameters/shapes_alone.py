@@ -70,8 +70,8 @@ class ShapesAlone(TorchDispatchMode):
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
             shape, strides = tensor.shape, tensor.stride()
-            made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self.device)
-            return made.zero_()
+            zeros = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self.device)
+            return zeros.zero_()
 
         scratch, named = pytree.tree_map_only(torch.Tensor, stand_in, (args, kwargs))
         if "device" in named:

@@ -80,11 +80,11 @@ class WholeParameters:
     def _owners_of_gradients(self) -> dict[int, int]:
         """The place along the pipeline of a rank with each gradient, by index of the parameter."""
         local = ((i, p) for i, p in enumerate(self.copies) if not is_remote(p))
-        own = [i for i, parameter in local if parameter.grad is not None]
+        indices = [i for i, parameter in local if parameter.grad is not None]
         stages = self.stages()
         if stages is None or not is_multi_rank():
-            return dict.fromkeys(own, 0)
-        gathered, found = gather_objects(own), dict[int, int]()
+            return dict.fromkeys(indices, 0)
+        gathered, found = gather_objects(indices), dict[int, int]()
         for place, rank in enumerate(dist.get_process_group_ranks(stages)):
             found |= {index: place for index in gathered[rank] if index not in found}
         return dict(sorted(found.items()))

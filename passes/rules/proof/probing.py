@@ -85,7 +85,7 @@ def probe_loops(operator: Operator) -> list[Loop]:
                 continue  # perhaps another device runs it
             _FOUND[device, question()] = loops  # torch registers some kernels when it first runs
         return [*loops]
-    _REFUSED.add(asked)
+    _REFUSED.add(question())
     warn_once(
         MeasurementWarning,
         f"{operator.target} cannot run here, so autopar does not learn how to divide it: it stays "
