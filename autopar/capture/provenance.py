@@ -16,11 +16,12 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch import DataDependentOutputException
 from autopar.capture.channels_last import channels_last_dims, in_channels_last
 from autopar.capture.traceable import traceable
 from autopar.capture.values.argument_reads import AnswerReads, ReadArguments
 from autopar.capture.values.constant_values import ConstantValues
-from autopar.capture.values.counted_shapes import with_counts
+from autopar.capture.values.counted_shapes import with_counts, with_numbers
 from autopar.capture.values.executed_code import ExecutedCode
 from autopar.capture.values.known_values import KnownValues
 from autopar.capture.values.parameter_reads import ParameterReads
@@ -121,7 +122,14 @@ class Annotate(TorchFunctionMode):
             self.executed.pause()
         try:
             with explaining_writes():
-                result = form(*args, **kwargs)
+                try:
+                    result = form(*args, **kwargs)
+                except DataDependentOutputException:  # it takes a 0-dim tensor for a number
+                    if (numbers := with_numbers(args, kwargs, read_value)) is None:
+                        raise
+                    args, kwargs = numbers
+                    known = self.constants.know(given := tensors_in(numbers))
+                    result = form(*args, **kwargs)
             result = self.raising.check_in(result, given)
         finally:
             self.executed.resume()

@@ -138,6 +138,31 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> T
     return weights.new_zeros(minlength).scatter_add(0, bins, weights.detach())
 
 
+def _lstsq(
+    a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> torch.return_types.linalg_lstsq:
+    """`torch.linalg.lstsq` by the pseudoinverse, which is how torch differentiates it.
+
+    Residuals need full rank, as in torch; without it, a program that reads them is a BatchError.
+    """
+    driver = driver or ("gels" if a.is_cuda else "gelsy")
+    rows, width = a.shape[-2:]
+    is_vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and b.shape == a.shape[:-1])
+    columns = b.unsqueeze(-1) if is_vector else b
+    solution = torch.linalg.pinv(a, rtol=rcond) @ columns
+    with torch.no_grad():
+        rank = torch.linalg.matrix_rank(a, rtol=rcond)
+        values = torch.linalg.svdvals(a) if driver in ("gelsd", "gelss") else a.new_empty(0)
+    residuals = a.new_empty(0)
+    if rows > width and driver != "gelsy":
+        squares = (a @ solution - columns).abs().square().sum(-2)
+        lacks = (rank < width).unsqueeze(-1).expand_as(squares)
+        residuals = checked(squares, lacks, "lstsq: a matrix without full rank has no residuals")
+    solution = solution.squeeze(-1) if is_vector else solution
+    rank = rank.new_empty(0) if driver == "gels" else rank
+    return torch.return_types.linalg_lstsq((solution, residuals, rank, values))
+
+
 def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """`torch.combinations` by index; torch selects by a mask."""
     if x.dim() != 1 or r < 1:
@@ -227,6 +252,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount,
     torch.combinations: _combinations,
+    torch.linalg.lstsq: _lstsq,
     nn.functional.ctc_loss: ctc_like,
     torch.masked_select: select_like,
     torch.Tensor.masked_select: select_like,

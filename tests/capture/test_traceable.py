@@ -95,6 +95,43 @@ def test_items_by_tensors_of_no_dims(index: Any) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (2, 5, 3)], ids=str)
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_least_squares(driver: str | None, shape: tuple[int, ...], is_vector: bool) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[:-1], 2).double()
+    leaves = [a.requires_grad_(), (b[..., 0] if is_vector else b).clone().requires_grad_()]
+    forms = torch.linalg.lstsq, traceable(torch.linalg.lstsq)
+    results = [lstsq(*leaves, driver=driver) for lstsq in forms]
+    for want, have in zip(*results, strict=True):
+        torch.testing.assert_close(have, want)
+    sums = [each.solution.sin().sum() + each.residuals.sum() for each in results]
+    want, have = (torch.autograd.grad(each, leaves) for each in sums)
+    torch.testing.assert_close(have, want)
+
+
+def test_least_squares_without_full_rank() -> None:
+    a, b = torch.ones(5, 3), torch.randn(5, 2)
+    result = traceable(torch.linalg.lstsq)(a, b)
+    torch.testing.assert_close(result.solution, torch.linalg.lstsq(a, b).solution)
+    assert result.rank == 1
+    with pytest.raises(BatchError, match="full rank"):
+        traceable(torch.linalg.lstsq)(a, b, driver="gelsd")
+
+
+class Regressing(nn.Module):
+    """Least squares of targets by features of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.lstsq(self.linear(x), x[:, :2].sin()).solution.square().sum()
+
+
 class Decorrelating(nn.Module):
     """A penalty on covariances and correlations of features over the batch."""
 
@@ -153,6 +190,6 @@ class Normed(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Selecting, Normed, Decorrelating])
+@pytest.mark.parametrize("make", [Selecting, Normed, Decorrelating, Regressing])
 def test_they_train_exactly(make: type[nn.Module]) -> None:
     run(train, 2, make=make)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from autopar._torch import hint_of, pytree
-from autopar.capture.values.counted_shapes import count_nonzero, total, with_item
+from autopar.capture.values.counted_shapes import (
+    count_nonzero,
+    count_runs,
+    count_unique,
+    total,
+    with_item,
+)
 from autopar.capture.values.pure_calls import run_purely, tensors_in
 from autopar.capture.values.replay import Step, Value
 
@@ -32,6 +38,7 @@ READS = frozenset(
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
         *(Tensor.__contains__, Tensor.item, Tensor.tolist, Tensor.equal),
         *(torch.equal, torch.is_nonzero, count_nonzero, total),
+        *(count_unique, count_runs),
     }
 )
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -196,7 +203,8 @@ class ConstantValues:
 
 def _writes_unseen(value: Tensor, other: Tensor) -> bool:
     """Whether writing one tensor changes another whose version does not tell."""
-    if value.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+    place = value.untyped_storage().data_ptr()
+    if not place or place != other.untyped_storage().data_ptr():  # tensors of nothing have 0
         return False
     before = other._version
     torch.autograd.graph.increment_version(value)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from autopar._torch import pytree
 
@@ -35,12 +34,39 @@ def total(x: Tensor) -> int:
     return int(x.sum().item())
 
 
+def count_unique(x: Tensor) -> int:
+    """The number of different elements."""
+    return torch.unique(x).numel()
+
+
+def count_runs(x: Tensor) -> int:
+    """The number of runs of equal elements."""
+    return torch.unique_consecutive(x).numel()
+
+
 def with_counts(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read
 ) -> Called | None:
     """The call with counts; None for functions that need none, and where `read` has none."""
     form = _FORMS.get(func)
     return None if form is None else form(args, dict(kwargs), read)
+
+
+def with_numbers(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with numbers for 0-dim integers; None without any, or if one may not be read."""
+    reads: list[bool] = []
+
+    def number(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() or leaf.is_floating_point():
+            return leaf
+        value = read(Tensor.item, leaf)
+        reads.append(value is not None)
+        return leaf if value is None else value[0]
+
+    args, kwargs = pytree.tree_map(number, (args, dict(kwargs)))
+    return (args, kwargs) if reads and all(reads) else None
 
 
 def _nonzero(args: Any, kwargs: dict[str, Any], read: Read) -> Called | None:
@@ -97,47 +123,33 @@ def _tensor_split(args: Any, kwargs: dict[str, Any], read: Read) -> Called | Non
     return None if places is None else (torch.tensor_split, (args[0], places[0], *args[2:]), kwargs)
 
 
-def _numbers(args: Any, kwargs: dict[str, Any], read: Read) -> tuple[Any, dict[str, Any]] | None:
-    """Arguments with numbers for 0-dim integers; None without any, or if one may not be read."""
-    found: list[bool] = []
-
-    def number(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() or leaf.is_floating_point():
-            return leaf
-        value = read(Tensor.item, leaf)
-        found.append(value is not None)
-        return leaf if value is None else value[0]
-
-    args, kwargs = pytree.tree_map(number, (args, kwargs))
-    return (args, kwargs) if found and all(found) else None
-
-
-def _sizes_of(func: Callable[..., Any], *, begin: int) -> Form:
-    """The form of a function whose arguments from an index on are sizes."""
+def _uniques_of(count_of: Callable[[Tensor], int]) -> Form:
+    """The form of `unique` or `unique_consecutive`, which has so many elements."""
 
     def form(args: Any, kwargs: dict[str, Any], read: Read) -> Called | None:
-        numbers = _numbers(args[begin:], kwargs, read)
-        return None if numbers is None else (func, (*args[:begin], *numbers[0]), numbers[1])
+        (x, *positional), names = args, ("sorted", "return_inverse", "return_counts", "dim")
+        names = names[1:] if count_of is count_runs else names
+        options = dict(zip(names, positional, strict=False)) | kwargs
+        if options.pop("dim", None) is not None or not x.numel():
+            return None
+        count = read(count_of, x)
+        if count is None:
+            return None
+        options["sorted"] = count_of is count_unique
+        return uniques, (x,), options | {"count": count[0]}
 
     return form
 
 
-_FACTORIES = (torch.arange, torch.zeros, torch.ones, torch.empty)
-_SIZED = (
-    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.view, Tensor.reshape),
-    *(torch.reshape, Tensor.expand, Tensor.repeat, Tensor.narrow, torch.narrow),
-    *(Tensor.split, torch.split, F.interpolate),
-)
-
 _FORMS: dict[Any, Form] = {
-    **{func: _sizes_of(func, begin=0) for func in _FACTORIES},
-    **{func: _sizes_of(func, begin=1) for func in _SIZED},
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), _nonzero),
     torch.where: _where,
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _repeat_interleave),
+    **dict.fromkeys((torch.unique, Tensor.unique), _uniques_of(count_unique)),
+    **dict.fromkeys((torch.unique_consecutive, Tensor.unique_consecutive), _uniques_of(count_runs)),
     **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), _tensor_split),
 }
 
@@ -173,6 +185,30 @@ def indices_of_nonzero(x: Tensor, *, count: int, as_tuple: bool) -> Any:
     """`torch.nonzero` of a tensor with `count` such elements."""
     indices = torch.nonzero_static(x, size=count)
     return indices.unbind(1) if as_tuple else indices
+
+
+def uniques(
+    x: Tensor,
+    *,
+    count: int,
+    sorted: bool,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+) -> Any:
+    """`torch.unique` of a tensor with `count` different elements; of `count` runs if not sorted."""
+    flat = x.detach().flatten()
+    order = torch.arange(len(flat), device=flat.device)
+    if sorted:
+        flat, order = flat.sort(stable=True)
+    starts = torch.cat([flat.new_ones(1, dtype=torch.bool), flat[1:] != flat[:-1]])
+    (places,) = indices_of_nonzero(starts, count=count, as_tuple=True)
+    results = [flat[places]]
+    if return_inverse:
+        inverse = torch.zeros_like(order).scatter(0, order, starts.cumsum(0) - 1)
+        results.append(inverse.view(x.shape))
+    if return_counts:
+        results.append(torch.diff(places, append=places.new_full((1,), len(flat))))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def selected(x: Tensor, mask: Tensor, *, count: int) -> Tensor:

@@ -77,11 +77,32 @@ def sized(h: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return h * (steps < lengths[:, None]).sum(1, keepdim=True)
 
 
+def padded(h: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    wide = nn.functional.pad(h, (lengths.min(), 0, 1, lengths.max() - lengths.min()), value=2.0)
+    return wide.roll(int(lengths[0]), 0).topk(lengths.min(), dim=0)[0].sum() * h
+
+
+def different(h: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Groups of equal lengths, and runs of them."""
+    groups, group, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
+    means = h.new_zeros(len(groups), h.shape[1]).index_add(0, group, h) / counts[:, None]
+    runs, run_of = lengths.unique_consecutive(return_inverse=True)
+    each = [(h * (group == place)[:, None]).sum(0).tanh() for place in groups.unique()]
+    return means[group] * h + h * runs[run_of][:, None] + sum(each)
+
+
+def nothing(h: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Indices that are empty are compared and select."""
+    absent = (lengths > 9).nonzero()
+    return h + h[absent[absent[:, 0] == lengths[0]][:, 0]].sum()
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     function.__name__: function
     for function in (
         *(branch, repeat, item_in_condition, membership, written, boolean_index),
         *(boolean_store, selected, places, repeated, split, sized),
+        *(padded, different, nothing),
     )
 }
 
@@ -132,7 +153,7 @@ def test_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [{}, {"zero": 3}, {"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["written", "places"])
+@pytest.mark.parametrize("name", ["written", "places", "different"])
 def test_ranks(name: str, strategy: dict[str, int]) -> None:
     run(train, 2, name=name, strategy=strategy)
 
