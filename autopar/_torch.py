@@ -1,6 +1,6 @@
 """Every private name of torch that autopar uses and that costs no import of Dynamo.
 
-Supported: torch 2.11 to 2.13. A release that moves one of these names breaks this file only, or
+Supported: torch 2.11 to 2.15. A release that moves one of these names breaks this file only, or
 `_torch_dynamo.py`, which has those that do.
 """
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch import _is_functional_tensor as is_functional
@@ -28,6 +27,7 @@ from torch._C._autograd import _enable_profiler_legacy as enable_profiler
 from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._autograd import _profiler_enabled as profiler_is_on
 from torch._C._autograd import _saved_tensors_hooks_set_tracing as hide_saved_tensors_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._C._functorch import is_legacy_batchedtensor as is_batched
@@ -61,8 +61,10 @@ from torch.fx.node import _format_arg as format_argument
 from torch.library import _impls as python_kernels
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -72,6 +74,12 @@ if TYPE_CHECKING:
 
 HOMES_OF_BINDINGS = (torch, torch._C._nn)
 """Modules with the Python bindings of operators."""
+
+_KINDS_OF_HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+HOOKS_OF_ALL_MODULES = tuple(
+    getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in _KINDS_OF_HOOKS
+)
+"""Tables of the hooks that every module calls."""
 
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a parameter with its hooks."""
@@ -353,19 +361,9 @@ def fake_result_cache(mode: FakeTensorMode) -> dict[Any, Any]:
     return known
 
 
-def substituted(expression: Any, sizes: Mapping[Any, int]) -> Any:
-    """A symbolic expression with numbers for its symbols."""
-    return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
-
-
 def hint_of(size: int | torch.SymInt) -> int:
     """A size, or the size that a symbol was made from; no condition is set on it."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
-
-
-def is_true(condition: Any) -> bool:
-    """Whether a condition without symbols holds."""
-    return condition in (sympy.true, True)
 
 
 def forget_code_with(module: fx.GraphModule) -> None:

@@ -33,6 +33,10 @@ from autopar.operators.attention import SDPA
 
 AUTOPAR = os.path.dirname(os.path.dirname(__file__))
 LIBRARIES = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), AUTOPAR))
+_GRAD_FN: Any = torch.Tensor.grad_fn
+_HOOKING = frozenset({torch.Tensor.register_hook, _GRAD_FN.__get__})
+"""Functions that hook a tensor, or give the node to hook."""
+
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -66,6 +70,7 @@ class Annotate(TorchFunctionMode):
         self.module = ""
         self.stack: list[str] = []
         self.hooks: list[Any] = []
+        self.has_hooks = False
 
     def __enter__(self) -> Annotate:
         from torch.nn.modules import module as hooks
@@ -94,6 +99,7 @@ class Annotate(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.has_hooks |= func in _HOOKING
         if (read := self.parameters.read(func, args)) is not None:
             return read[0]
         if (found := self.known.run(func, args, kwargs)) is not None:

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from autopar._torch import ShapeEnv, is_true, substituted
+from autopar._torch import ShapeEnv
 from autopar.capture.call import Call, TensorSpec
 from autopar.errors import CaptureError
 from autopar.ir.graph import dense_strides
@@ -74,7 +75,7 @@ class Conditions:
             if any(other != size for other in others) or not least <= size <= most:
                 return None
             binding[symbol] = size
-        met = all(is_true(substituted(guard, binding)) for guard in self.guards)
+        met = all(_is_true(_substituted(guard, binding)) for guard in self.guards)
         return binding if met else None
 
 
@@ -144,7 +145,7 @@ def inline_sizes(graph: fx.Graph) -> None:
 
 def evaluated(expressions: Iterable[Any], binding: Mapping[Any, int]) -> list[int]:
     """The values of expressions over symbols."""
-    return [int(substituted(expression, binding)) for expression in expressions]
+    return [int(_substituted(expression, binding)) for expression in expressions]
 
 
 def _size_or_node(node: fx.Node) -> Any:
@@ -160,3 +161,13 @@ def has_order_of(call: Call, first: Call) -> bool:
 def _is_dense(spec: TensorSpec, like: tuple[int, ...] | None) -> bool:
     """Whether a tensor is dense, with the order of dims in memory of the strides `like`."""
     return like is not None and spec.stride == dense_strides(spec.shape, like)
+
+
+def _substituted(expression: Any, sizes: Mapping[Any, int]) -> Any:
+    """A symbolic expression with numbers for its symbols."""
+    return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+
+
+def _is_true(condition: Any) -> bool:
+    """Whether a condition without symbols holds."""
+    return condition in (sympy.true, True)

@@ -30,6 +30,7 @@ from autopar.capture.provenance import user_frame
 from autopar.capture.sorted_rows import undo_sorts
 from autopar.capture.state.contents import Attribute, Snapshot
 from autopar.capture.state.effects import Effects
+from autopar.capture.state.python_backward import BackwardReads
 from autopar.capture.state.side_effects import StatePolicy, Write, check_changes, writes_of
 from autopar.capture.state.variables import Variable
 from autopar.capture.symbolic_sizes import SymbolicSizes, inline_sizes
@@ -58,6 +59,7 @@ class Capture:
         writes: Python values that every call writes to the model.
         reads: plain attributes that the graph depends on.
         classes, variables: class attributes and variables that it depends on.
+        backward: state that the Python code of its backward reads.
         lifted: plain tensor attributes and frozen parameters that are buffers of the graph.
         rebound_buffers: buffers that every call rebinds to a new tensor.
         compiled: sites where the model was told of a compiler.
@@ -78,6 +80,7 @@ class Capture:
     reads: tuple[Attribute, ...] = ()
     classes: tuple[tuple[type, str], ...] = ()
     variables: Mapping[str, Variable] = field(default_factory=dict)
+    backward: BackwardReads = field(default_factory=BackwardReads)
     lifted: tuple[Attribute, ...] = ()
     rebound_buffers: frozenset[str] = frozenset()
     compiled: frozenset[Site] = frozenset()
@@ -251,6 +254,7 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         reads=traced.reads(),
         classes=tuple(effects.classes),
         variables=traced.search.read(),
+        backward=traced.reads_of_backward(),
         lifted=tuple(sorted(traced.policy.lifted)),
         rebound_buffers=frozenset(traced.rebound),
         compiled=traced.branches.compiled,
@@ -338,6 +342,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(_torch.without_effect_tokens())
             stack.enter_context(_torch.backward_without_autocast())
             stack.enter_context(kernels_before_formulas())
+            stack.enter_context(traced.backward.recording())
             inputs = tuple(traced.inputs)
             joint = aot_export_joint_with_descriptors(
                 stack, traced, inputs, decompositions=_DECOMPOSITIONS

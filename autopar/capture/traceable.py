@@ -138,9 +138,7 @@ def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> T
     return weights.new_zeros(minlength).scatter_add(0, bins, weights.detach())
 
 
-def _lstsq(
-    a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
-) -> torch.return_types.linalg_lstsq:
+def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
     """`torch.linalg.lstsq` by the pseudoinverse, which is how torch differentiates it.
 
     Residuals need full rank, as in torch; without it, a program that reads them is a BatchError.
@@ -160,7 +158,8 @@ def _lstsq(
         residuals = checked(squares, lacks, "lstsq: a matrix without full rank has no residuals")
     solution = solution.squeeze(-1) if is_vector else solution
     rank = rank.new_empty(0) if driver == "gels" else rank
-    return torch.return_types.linalg_lstsq((solution, residuals, rank, values))
+    named: Any = torch.return_types
+    return named.linalg_lstsq((solution, residuals, rank, values))
 
 
 def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:

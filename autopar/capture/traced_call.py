@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import _torch
@@ -17,7 +18,8 @@ from autopar.capture.call import Call, TensorSpec
 from autopar.capture.provenance import Annotate
 from autopar.capture.repeated_blocks import RepeatedBlocks
 from autopar.capture.state.contents import Attribute
-from autopar.capture.state.effects import Effects
+from autopar.capture.state.effects import CounterProxy, Effects
+from autopar.capture.state.python_backward import BackwardReads, PythonBackward
 from autopar.capture.state.side_effects import StatePolicy, rebound_buffers, writes_of
 from autopar.capture.state.variables import VariableSearch
 from autopar.capture.symbolic_sizes import SymbolicSizes
@@ -110,6 +112,7 @@ class TracedCall(nn.Module):
         steps: how constants came about in the last run, and what Python read of them.
         values_of_arguments: tensor arguments whose values forward may read.
         reads_of_arguments: what it read of them in the last run.
+        backward: the Python code of the backward, if the last run had one.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
     """
@@ -163,6 +166,7 @@ class TracedCall(nn.Module):
         specs = {i: call.leaves[i] for i in self.positions}
         self.known = {i: spec.value() for i, spec in specs.items() if spec.values is not None}
         self.search = VariableSearch(model, loss_fn)
+        self.backward = PythonBackward(model, self.search)
         self.effects = Effects(model)
         self.steps: list[Step] = []
         self.rebound: tuple[str, ...] = ()
@@ -222,6 +226,7 @@ class TracedCall(nn.Module):
             stack.enter_context(self.repeats.marking())
             stack.enter_context(self.effects.recording())
             stack.enter_context(executed.recording())
+            stack.enter_context(self.backward.recorded())
             target = None
             if loss_fn is not None:
                 *args, target = args
@@ -234,6 +239,8 @@ class TracedCall(nn.Module):
             inputs = known | dict(zip(self.positions, tensors, strict=True))
             for derivative, gradients in zip(self.call.derivatives, tangents, strict=True):
                 result = derivative.of(result, inputs, gradients)
+        packs = saved_tensors_hooks.__enter__.__code__ in executed.globals
+        self.backward.has_hooks = annotate.has_hooks or packs
         self.search.add_executed(executed.globals)
         self.rebound = rebound_buffers(type(model).__name__, before, state, self.names)
         given = (*known.values(), *tensors)
@@ -242,16 +249,24 @@ class TracedCall(nn.Module):
 
     def reads(self) -> tuple[Attribute, ...]:
         """Attributes that the graph depends on, for all blocks that share a trace."""
+        read = (*self.effects.reads, *self.policy.lifted, *self.backward.reads.attributes)
+        return tuple(each for each in self._of_all_blocks(read) if each not in self.policy.counters)
+
+    def reads_of_backward(self) -> BackwardReads:
+        """What the Python code of the backward reads, for all blocks that share a trace."""
+        reads = self.backward.reads
+        return replace(reads, attributes=self._of_all_blocks(reads.attributes))
+
+    def _of_all_blocks(self, attributes: Iterable[Attribute]) -> tuple[Attribute, ...]:
         names = {module: name for name, module in self.model[0].named_modules()}
         columns = [[names[m] for m in column] for column in self.repeats.columns()]
         keys: dict[str, dict[str, None]] = {}
-        for name, key in (*self.effects.reads, *self.policy.lifted):
+        for name, key in attributes:
             keys.setdefault(name, {})[key] = None
         for column in columns:
             if every := {key: None for name in column for key in keys.get(name, ())}:
                 keys |= dict.fromkeys(column, every)
-        found = ((name, key) for name, known in keys.items() for key in known)
-        return tuple(attribute for attribute in found if attribute not in self.policy.counters)
+        return tuple((name, key) for name, known in keys.items() for key in known)
 
     def _outputs_of(self, result: Any, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         results, _ = flatten(result)
@@ -259,6 +274,7 @@ class TracedCall(nn.Module):
         if written and not self.call.derivatives:  # the call itself has written them
             result = (result, list(written.values()))
         leaves, self.structure = flatten(result)
+        leaves = [x.as_result() if type(x) is CounterProxy else x for x in leaves]
         name = type(self.model[0]).__name__
         leaves = [
             Unreturned(name, type(x).__qualname__) if hidden_tensors(x) else x for x in leaves

@@ -22,6 +22,7 @@ from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import BatchShard, Call
 from autopar.capture.shape_family import ShapeFamily
 from autopar.capture.state.contents import attribute_of
+from autopar.capture.state.effects import CounterValue
 from autopar.capture.state.guards import Guards
 from autopar.capture.symbolic_sizes import kind_of
 from autopar.capture.trace import Capture, capture, capture_symbolically
@@ -49,6 +50,7 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
+from autopar.runtime.agreement.transforms import check_no_function_mode
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
@@ -169,7 +171,12 @@ class ExecutionContext:
         return Layout(self.plan).coordinate(rank()).get("pp", 0) if self.plan is not None else 0
 
     def index_model(self) -> None:
-        """Drops the index if the model has changed; runs before every call."""
+        """Drops the index if the model has changed; runs before every call.
+
+        Raises:
+            StrategyError: a mode around the call would have to see functions of forward.
+        """
+        check_no_function_mode()
         if self.guards.update():
             self.__dict__.pop("index", None)
 
@@ -243,7 +250,7 @@ class ExecutionContext:
                         self.model, call, sizes=sizes, compiled=compiled, **options
                     ),
                 )
-            self.guards.add(made.reads, made.classes, made.variables, made.lifted)
+            self.guards.add(made.reads, made.classes, made.variables, made.lifted, made.backward)
             self.__dict__.pop("index", None)
             graph = replace(made.graph, parameters=self._planned(made.graph.parameters))
             capture_s = perf_counter() - begin
@@ -389,7 +396,10 @@ class ExecutionContext:
     ) -> Any:
         """A call's result from its tensors; writes the attributes that forward assigns."""
         self.last_capture = capture
-        leaves = list(capture.leaves)
+        leaves = [
+            x.before_writes(self.model) if isinstance(x, CounterValue) else x
+            for x in capture.leaves
+        ]
         for index, value in zip(returned, outputs, strict=True):
             leaves[index] = value
         result = pytree.tree_unflatten(leaves, capture.structure)

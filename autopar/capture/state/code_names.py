@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 from autopar.capture.provenance import STANDARD, is_library
 
 _BY_TEXT = {"getattr", "hasattr", "globals", "vars", "setattr", "attrgetter"}
@@ -92,6 +94,8 @@ def functions_behind(value: Any) -> Iterator[FunctionType]:
                     continue
         elif isinstance(value, functools._lru_cache_wrapper):
             waiting.append(value.__wrapped__)
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            waiting += vars(value).values()  # C++ calls its backward
 
 
 _MOST_WRAPPERS = 100

@@ -63,7 +63,7 @@ class Effects:
         snapshot = Snapshot(self.model, before.items())
         for module, key in self.counters:
             attributes = vars(self.model.get_submodule(module))
-            attributes[key] = CounterProxy(attributes[key], self.uses)
+            attributes[key] = CounterProxy(attributes[key], self.uses, (module, key))
         try:
             with self._recording_reads(snapshot):
                 yield
@@ -147,23 +147,48 @@ def can_lift(value: Any) -> bool:
     return plain and value.layout is torch.strided and not value.requires_grad
 
 
+@dataclass(frozen=True)
+class CounterValue:
+    """A result of a call: the number that a counter has before it, and more."""
+
+    counter: Attribute
+    added: int
+
+    def before_writes(self, model: nn.Module) -> int:
+        module, key = self.counter
+        number: int = vars(model.get_submodule(module))[key]
+        return number + self.added
+
+
 class CounterProxy:
     """Stand-in for an int that forward may only increment; appends every other use to `uses`."""
 
-    def __init__(self, value: int, uses: list[str]) -> None:
+    def __init__(
+        self, value: int, uses: list[str], counter: Attribute | None = None, added: int = 0
+    ) -> None:
         self.value, self._uses = value, uses
+        self._counter, self._added = counter, added
 
     def __add__(self, other: Any) -> Any:
         if type(other) is int:
-            return CounterProxy(self.value + other, self._uses)
+            return self._plus(other)
         return self.use("+") + other
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
         if type(other) is int:
-            return CounterProxy(self.value - other, self._uses)
+            return self._plus(-other)
         return self.use("-") - other
+
+    def _plus(self, number: int) -> CounterProxy:
+        return CounterProxy(self.value + number, self._uses, self._counter, self._added + number)
+
+    def as_result(self) -> Any:
+        """What stands for it in the result of a call."""
+        if self._counter is None:
+            return self.use("return")
+        return CounterValue(self._counter, self._added)
 
     def use(self, operation: str) -> int:
         """The number, for an operation that depends on it."""

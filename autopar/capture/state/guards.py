@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from types import FunctionType, MappingProxyType
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from autopar._torch import HOOKS_OF_ALL_MODULES
 from autopar.capture.state.contents import (
     HOOKS,
     MAX_COMPARED,
@@ -42,10 +44,11 @@ from autopar.capture.state.contents import (
     tensor_type,
 )
 from autopar.capture.state.hidden_parts import HiddenParts
+from autopar.capture.state.python_backward import BackwardReads
 from autopar.capture.state.torch_flags import torch_flags
 from autopar.capture.state.variables import Variable
 from autopar.common.notices import warn_once
-from autopar.errors import AutoparWarning, CaptureError, PlanError
+from autopar.errors import AutoparWarning, CaptureError, PlanError, StrategyError
 from autopar.ir.graph import ParameterInfo
 
 MANY_STATES = 8
@@ -68,6 +71,8 @@ class Guards:
         self._reads: dict[Attribute, None] = {}
         self._classes: dict[tuple[type, str], None] = {}
         self._variables: dict[str, Variable] = {}
+        self._backward = BackwardReads()
+        self._backward_state: BackwardState | None = None
         self._states: dict[Any, int] = {}
         self.lifted: frozenset[Attribute] = frozenset()
         self._structure: _Structure | None = None
@@ -81,7 +86,7 @@ class Guards:
         """Guards of a copy of the model, which shares its programs."""
         made = Guards(model, self._parameters)
         made._reads, made._classes = dict(self._reads), dict(self._classes)
-        made._variables = dict(self._variables)
+        made._variables, made._backward = dict(self._variables), self._backward
         made._states, made.state, made.lifted = self._states, self.state, self.lifted
         return made
 
@@ -91,6 +96,7 @@ class Guards:
         classes: Iterable[tuple[type, str]],
         variables: Mapping[str, Variable],
         lifted: Iterable[Attribute],
+        backward: BackwardReads,
     ) -> None:
         """Adds the dependencies of a capture to the state.
 
@@ -99,6 +105,7 @@ class Guards:
         self._reads |= dict.fromkeys(reads)
         self._classes |= dict.fromkeys(classes)
         self._variables |= variables
+        self._backward = self._backward | backward if backward else self._backward
         more = not self.lifted.issuperset(lifted)
         self.lifted = self.lifted.union(lifted)
         self._compute_key()
@@ -166,6 +173,46 @@ class Guards:
                 "before the change, or call the model once more after it."
             )
 
+    def for_backward(self) -> BackwardState | None:
+        """The state that a backward will compare; None if its code reads none."""
+        if not self._backward:
+            return None
+        state, reads = self._backward_state, self._backward
+        if state is None or state.reads is not reads or not state.values.holds():
+            modules, variables = dict(self._model.named_modules()), reads.variables.values()
+            values = _Values(modules, reads.attributes, reads.classes, list(variables))
+            state = BackwardState(reads, values, self._fingerprints(reads))
+        self._backward_state = state
+        return state
+
+    def check_backward(self, state: BackwardState | None) -> None:
+        """Checks that what the code of a backward reads is as it was in the call.
+
+        Raises:
+            StrategyError: it has changed.
+        """
+        if state is None or state.values.holds():
+            return
+        now = self._fingerprints(state.reads)
+        changed = [name for name, was in state.fingerprints.items() if now[name] != was]
+        if changed:
+            raise StrategyError(
+                f"{changed[0]} changed between a call of {type(self._model).__name__} and its "
+                "backward. A hook or a Function reads it in the backward, which uses the value of "
+                "the call. Change it before the call."
+            )
+
+    def _fingerprints(self, reads: BackwardReads) -> dict[str, Any]:
+        modules, fingerprint = dict(self._model.named_modules()), Fingerprinter()
+        values = {}
+        for name, key in reads.attributes:
+            value = vars(modules[name]).get(key, MISSING) if name in modules else MISSING
+            values[str(ValuePath(name, (key,)))] = fingerprint(value)
+        for kind, key in reads.classes:
+            values[f"{kind.__qualname__}.{key}"] = ByIdentity(member_of(kind, key)[1])
+        outer = {name: fingerprint(variable.value) for name, variable in reads.variables.items()}
+        return values | outer
+
     def invalidate(self) -> None:
         """Accepts replaced parameters; the next `update` compares everything again."""
         self._structure = None
@@ -181,7 +228,8 @@ class Guards:
         if self._structure is None:
             self._structure = _Structure(self._model)
             modules = self._structure.modules
-            self._structure_key = tuple(structure_of(name, m) for name, m in modules.items())
+            hooks = [ByIdentity(x) for table in HOOKS_OF_ALL_MODULES for x in table.values()]
+            self._structure_key = *(structure_of(name, m) for name, m in modules.items()), *hooks
         modules, variables = self._structure.modules, list(self._variables.values())
         self._values = _Values(modules, self._reads, self._classes, variables)
         fingerprint = Fingerprinter()
@@ -224,6 +272,15 @@ class Guards:
                 )
 
 
+@dataclass(frozen=True)
+class BackwardState:
+    """What the code of a backward reads, as it was in the call."""
+
+    reads: BackwardReads
+    values: _Values
+    fingerprints: Mapping[str, Any]
+
+
 class _Structure:
     """Modules, parameters, buffers and hooks of a model at one time."""
 
@@ -234,10 +291,12 @@ class _Structure:
         self.guard = _IdentityGuard((table, key) for table in tables for key in table)
         self._children = [module._modules for module in found if module._modules]
         self._sizes = list(map(len, self._children))
+        self._kinds = list(map(type, found))
         self._parameters = list(model.parameters())
         self.layouts = {name: _layout(p) for name, p in model.named_parameters()}
         self._dtypes = list(map(_dtype, self._parameters))
         hooks = [getattr(module, table) for module in found for table in HOOKS]
+        hooks += HOOKS_OF_ALL_MODULES
         self._hooked = [(table, dict(table)) for table in hooks if table]
         self._unhooked = [table for table in hooks if not table]
         self._next_hook_id = RemovableHandle.next_id
@@ -247,6 +306,7 @@ class _Structure:
             self.guard.holds()
             and list(map(len, self._children)) == self._sizes
             and list(map(_dtype, self._parameters)) == self._dtypes
+            and all(map(is_, map(type, self.modules.values()), self._kinds))
             and all(_unchanged(table, copy) for table, copy in self._hooked)
             and not self._has_new_hooks()
         )

@@ -123,6 +123,17 @@ def check_changes(effects: Effects, following: Iterable[Effects]) -> None:
             raise _refusal(later, first.path, f"forward reads it, and {now}")
 
 
+def check_backward_changes(effects: Effects) -> None:
+    """Refuses all changes of a backward, which runs once, in the trace.
+
+    Raises:
+        CaptureError: it names the first change.
+    """
+    for change in effects.changes:
+        why = _unsupported(change, effects) or f"{_text(change.old)} is {_text(change.new)} after"
+        raise _refusal(effects, change.path, why, "a hook or a Function in its backward")
+
+
 def _is_plain(change: Change) -> bool:
     """Whether guards compare the old and the new value by content."""
     leaves = pytree.tree_leaves((change.old, change.new))
@@ -150,7 +161,7 @@ def _unsupported(change: Change, effects: Effects) -> str:
     return ""
 
 
-def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
+def _refusal(effects: Effects, path: ValuePath, why: str, code: str = "forward") -> CaptureError:
     if effects.is_variable(path):
         text = path.text
     elif path.keys[0] in TABLES:
@@ -160,7 +171,7 @@ def _refusal(effects: Effects, path: ValuePath, why: str) -> CaptureError:
     line = source_text(effects.reads.get(path.attribute))
     where = f" at {line}" if line else ""
     name = type(effects.model).__name__
-    return CaptureError(f"cannot capture {name}: forward changes {text}{where}: {why}. {ADVICE}")
+    return CaptureError(f"cannot capture {name}: {code} changes {text}{where}: {why}. {ADVICE}")
 
 
 def _text(value: Any) -> str:

@@ -7,9 +7,10 @@ adds all code that ran.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -115,12 +116,14 @@ class VariableSearch:
 
     def read(self) -> dict[str, Variable]:
         """The variables of the code that ran; all where nothing was recorded."""
-        if not self._executed:
-            return self.watched
+        return self.read_by(self._executed) if self._executed else self.watched
+
+    def read_by(self, codes: Set[CodeType]) -> dict[str, Variable]:
+        """The variables of this code, and those whose readers are not known."""
         variables = {}
         for name, variable in self.watched.items():
             readers = self._readers.get((id(variable.scope), variable.name))
-            if readers is None or not readers.isdisjoint(self._executed):
+            if readers is None or not readers.isdisjoint(codes):
                 variables[name] = variable
         return variables
 
@@ -134,6 +137,7 @@ class VariableSearch:
         if not unseen:
             return
         self._executed |= unseen.keys()
+        self._executed |= self._code_behind_caches()
         for function in self._functions_in_values():
             self._search(function, type(None))
         for code, names in unseen.items():
@@ -147,6 +151,21 @@ class VariableSearch:
             if code not in self._code:
                 self._code |= nested_code(code)
                 self._follow(_globals(names, code), code, type(None))
+
+    def _code_behind_caches(self) -> set[CodeType]:
+        """Code whose results code that ran has from an `lru_cache`; it need not run again."""
+        behind, reached = set[CodeType](), set[CodeType]()
+        while True:
+            for variable in self.watched.values():
+                readers = self._readers.get((id(variable.scope), variable.name), set())
+                is_cache = isinstance(variable.value, functools._lru_cache_wrapper)
+                if not readers.isdisjoint(behind) or (
+                    is_cache and not readers.isdisjoint(self._executed)
+                ):
+                    reached |= {f.__code__ for f in functions_behind(variable.value)}
+            if reached <= behind:
+                return behind
+            behind |= reached
 
     def _functions_in_values(self) -> Iterator[FunctionType]:
         """Functions in attributes of the model and in variables."""

@@ -65,8 +65,8 @@ def with_numbers(
         reads.append(value is not None)
         return leaf if value is None else value[0]
 
-    args, kwargs = pytree.tree_map(number, (args, dict(kwargs)))
-    return (args, kwargs) if reads and all(reads) else None
+    numbers = pytree.tree_map(number, (args, dict(kwargs)))
+    return numbers if reads and all(reads) else None
 
 
 def _nonzero(args: Any, kwargs: dict[str, Any], read: Read) -> Called | None:
@@ -127,7 +127,8 @@ def _uniques_of(count_of: Callable[[Tensor], int]) -> Form:
     """The form of `unique` or `unique_consecutive`, which has so many elements."""
 
     def form(args: Any, kwargs: dict[str, Any], read: Read) -> Called | None:
-        (x, *positional), names = args, ("sorted", "return_inverse", "return_counts", "dim")
+        x, *positional = args
+        names = ["sorted", "return_inverse", "return_counts", "dim"]
         names = names[1:] if count_of is count_runs else names
         options = dict(zip(names, positional, strict=False)) | kwargs
         if options.pop("dim", None) is not None or not x.numel():

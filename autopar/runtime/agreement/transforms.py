@@ -1,4 +1,4 @@
-"""Transforms of functions, such as those of torch.func, that programs do not take part in."""
+"""Transforms and modes of functions that programs do not take part in, such as torch.func's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar._torch import is_batched, is_transformed, is_transforming
-from autopar.errors import CaptureError
+from autopar._torch import (
+    DeviceContext,
+    function_modes,
+    is_batched,
+    is_transformed,
+    is_transforming,
+    saved_tensors_hooks,
+)
+from autopar.common.notices import warn_once
+from autopar.errors import CaptureError, NumericsWarning, StrategyError
 
 
 def check_not_transformed() -> None:
@@ -28,3 +36,31 @@ def check_not_batched(gradients: Iterable[torch.Tensor]) -> None:
             "a backward runs for many gradients at once (vectorize=True, is_grads_batched=True, "
             "torch.func.vmap), which several ranks cannot: leave that out."
         )
+
+
+def check_no_function_mode() -> None:
+    """Raises StrategyError if a TorchFunctionMode is active, but that of a default device."""
+    for mode in function_modes():
+        if not isinstance(mode, DeviceContext):
+            raise StrategyError(
+                f"a compiled model is called under {type(mode).__name__}, a TorchFunctionMode. Its "
+                "program calls no function of torch that the mode could change. Enter the mode "
+                "inside forward, or use a TorchDispatchMode, which sees the program's operators."
+            )
+
+
+def tell_of_saved_tensors_hooks(*, are_called: bool) -> None:
+    """Warns of the loop's hooks on saved tensors, but those of torch, which give back the same."""
+    hooks = saved_tensors_hooks(False)
+    if hooks is None or any(str(hook.__module__).startswith("torch.") for hook in hooks):
+        return
+    why = (
+        "get what its program saves, not what the plain model saves"
+        if are_called
+        else ("are not called, since stages keep their tensors themselves")
+    )
+    warn_once(
+        NumericsWarning,
+        f"hooks on saved tensors around a call of a compiled model {why}. "
+        "Training is exact if the hooks give back what they were given.",
+    )

@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar._torch import HOOK_TABLES, without_weight_references
+from autopar._torch import (
+    HOOK_TABLES,
+    pytree,
+    without_subclasses,
+    without_weight_references,
+)
 from autopar.common.world import world
 from autopar.errors import StrategyError
 from autopar.runtime.parameters.dtensor_layout import Layout, torch_placements
@@ -82,11 +87,43 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
         if plain.grad is not None:
             gradient = DTensor.from_local(plain.grad.detach(), mesh, placements)
             replicated[id(plain)].grad = as_sharded(gradient)
-    refuse_stale_optimizers(model.parameters())
+    refuse_stale_optimizers(replaced := list(model.parameters()))
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = replicated[id(parameter)]
+    for parameter in replaced:
+        if type(parameter) is nn.Parameter:  # a class of the user's may keep other fields
+            parameter.__class__ = ReplacedParameter
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that a model no longer has, so that training leaves its values as they were."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={list(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        property_of = getattr(getattr(func, "__self__", None), "__name__", None)
+        reads = func.__name__ not in _METADATA if property_of is None else property_of in _VALUES
+        if reads:
+            leaves = pytree.tree_leaves((args, kwargs))
+            shape = [*next(x for x in leaves if isinstance(x, cls)).shape]
+            raise StrategyError(
+                f"a parameter of shape {shape} was taken from the model before autopar.compile, "
+                "which replaced it by a sharded one. Take it from the compiled model: "
+                "model.parameters() or model.get_parameter(name)."
+            )
+        with without_subclasses():
+            return func(*args, **(kwargs or {}))
+
+
+_METADATA = frozenset(
+    {"__hash__", "__len__", "dim", "is_floating_point", "numel", "size", "stride"}
+)
+_VALUES = frozenset({"H", "T", "data", "grad", "imag", "mH", "mT", "real"})
+"""Properties of a tensor that have values."""
 
 
 def distribute_parameters(

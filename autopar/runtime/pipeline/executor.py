@@ -12,9 +12,10 @@ from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard
 from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import NumericsNote, warn_of_notes
-from autopar.errors import CoupledRowsError
+from autopar.errors import CoupledRowsError, StrategyError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.report.plan import Plan
+from autopar.runtime.agreement.transforms import tell_of_saved_tensors_hooks
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks
 from autopar.runtime.border.results import results_of
@@ -24,6 +25,7 @@ from autopar.runtime.context import ExecutionContext
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
+from autopar.runtime.spmd.derivatives import version_of
 
 LATE_SCALE = NumericsNote(
     "a pipeline begins its backward before loss.backward(), with the loss scale of the last step: "
@@ -59,6 +61,7 @@ class PipelineExecutor:
                 given = context.differentiable_inputs(shard)
                 anchor = torch.zeros((), requires_grad=True)  # this rank may train nothing
                 state = context.guards.state
+                tell_of_saved_tensors_hooks(are_called=False)
                 try:
                     outputs = _PipelineFunction.apply(
                         self, call, tuple(given), state, *given.values(), anchor
@@ -132,6 +135,16 @@ def _computes_in_fp16(graph: TrainingGraph) -> bool:
     return any(t.dtype == torch.float16 for node in graph.calls() for t in tensors(node))
 
 
+def _check_versions(ctx: Any) -> None:
+    """Raises StrategyError if a parameter or input has changed since the call."""
+    for key, tensor, version in zip(ctx.differentiable, ctx.operands, ctx.versions, strict=True):
+        if version_of(tensor) != version:
+            raise StrategyError(
+                f"{key} was changed in place between a call and its backward, which would use the "
+                "values of the call. Change parameters after the backward."
+            )
+
+
 class _PipelineFunction(torch.autograd.Function):
     """The forward and backward of one call."""
 
@@ -145,6 +158,8 @@ class _PipelineFunction(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.executor, ctx.call, ctx.state = executor, call, state
+        ctx.python = executor.context.guards.for_backward()
+        ctx.versions = list(map(version_of, tensors[:-1]))
         ctx.differentiable, ctx.operands = differentiable, tensors[:-1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensors[-1])  # what a checkpoint around the model asks for
@@ -161,6 +176,8 @@ class _PipelineFunction(torch.autograd.Function):
         """Runs the backwards, or collects the gradients of interleaved ones."""
         call, executor = ctx.call, ctx.executor
         differentiates_again = torch.is_grad_enabled()  # create_graph=True
+        executor.context.guards.check_backward(ctx.python)
+        _check_versions(ctx)
         _ = ctx.saved_tensors  # a checkpoint runs the forward again: statistics are taken twice
         pairs = zip(call.returned, gradients, strict=True)
         tangents = {i: whole_gradient(gradient) for i, gradient in pairs if gradient is not None}

@@ -79,6 +79,7 @@ def _check_plan(call: SpmdCall) -> None:
 
 
 def _check_unchanged(call: SpmdCall) -> None:
+    call.context.guards.check_backward(call.python)
     changed = changed_operands(call, call.operands)
     if changed:
         what = changed[0] if isinstance(changed[0], str) else f"argument {changed[0]}"

@@ -15,6 +15,7 @@ from autopar._torch import (
     will_run,
 )
 from autopar.capture.call import BatchShard
+from autopar.capture.state.guards import BackwardState
 from autopar.capture.trace import Capture
 from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import warn_of_notes
@@ -22,7 +23,10 @@ from autopar.errors import CaptureError, StrategyError
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.ragged import check_collectives, have_all
-from autopar.runtime.agreement.transforms import check_not_batched
+from autopar.runtime.agreement.transforms import (
+    check_not_batched,
+    tell_of_saved_tensors_hooks,
+)
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks
 from autopar.runtime.border.results import results_of
@@ -54,6 +58,8 @@ class SpmdExecutor:
                 if program.is_random:
                     call.random_state = context.rng.current_state()
                 call.differentiate_by(context.differentiable_inputs(shard))
+                call.python = context.guards.for_backward()
+                tell_of_saved_tensors_hooks(are_called=True)
                 if program.overwritten_buffers:
                     call.keep_buffers(context.index.buffers())
                 try:
@@ -152,6 +158,7 @@ class SpmdCall:
 
     Attributes:
         state: state of the guards at the forward.
+        python: state that Python code of the backward reads, as it was at the forward.
         program: the program of the forward.
         modes: those of the context at the forward.
         operands: what autograd differentiates by: parameters by name, inputs by index.
@@ -171,6 +178,7 @@ class SpmdCall:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
     random_state: torch.Tensor | None = None
+    python: BackwardState | None = None
 
     @property
     def context(self) -> ExecutionContext:
@@ -225,7 +233,7 @@ class SpmdCall:
     ) -> list[torch.Tensor | None]:
         """Runs the backward; returns the gradient of each tensor given to autograd."""
         program, context = self.program, self.context
-        self._check_current()
+        self.check_current()
         if not program.tangents.issuperset(tangents):
             context.all_tangents = True
             program = self._program_again(self.no_sync)
@@ -251,8 +259,12 @@ class SpmdCall:
         absent = untouched(by_gradient, tangents) - {*unreduced}
         return self._gradients(backward, results, absent)
 
-    def _check_current(self) -> None:
-        """Raises StrategyError if a sharded parameter has changed since the forward gathered it."""
+    def check_current(self) -> None:
+        """Raises StrategyError if what the forward read has changed since.
+
+        It gathered sharded parameters, and Python code of the backward read state.
+        """
+        self.context.guards.check_backward(self.python)
         if changed := changed_operands(self, self.context.index.dtensors):
             raise StrategyError(
                 f"{changed[0]} was changed in place between a call and its backward, which would "
