@@ -253,7 +253,7 @@ class TracedCall(nn.Module):
         return tuple(each for each in self._of_all_blocks(read) if each not in self.policy.counters)
 
     def reads_of_backward(self) -> BackwardReads:
-        """What the Python code of the backward reads, for all blocks that share a trace."""
+        """State that the Python code of the backward reads, for all blocks that share a trace."""
         reads = self.backward.reads
         return replace(reads, attributes=self._of_all_blocks(reads.attributes))
 

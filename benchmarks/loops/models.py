@@ -80,6 +80,19 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], bool]] = {
 """Name -> the inside of a block, and whether its input is a sequence."""
 
 
+class Sloped(torch.autograd.Function):
+    """The same values; the backward scales the gradient by what the module says then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.module.slope, None
+
+
 class Net(nn.Module):
     """Residual blocks and a head, with the traits that a loop asks for.
 
@@ -88,7 +101,7 @@ class Net(nn.Module):
         form: what forward returns, one of `FORMS`.
         traits: "environment", "global" and "attribute" read Python state; "extra" adds a tensor
             that requires gradients but is no parameter; "returned" returns a parameter beside the
-            loss.
+            loss; "function" and "hook" read Python state in the backward.
     """
 
     def __init__(self, net: str, form: str, traits: tuple[str, ...] = ()) -> None:
@@ -99,7 +112,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, OUTPUTS)
         # adapters are merged so: both weights have one tensor as their gradients
         self.delta = nn.Parameter(torch.full_like(self.head.weight, 0.1))
-        self.form, self.traits, self.scale = form, traits, 1.0
+        self.form, self.traits, self.scale, self.slope = form, traits, 1.0, 1.0
         if "extra" in traits:
             self.extra = torch.ones(OUTPUTS, dtype=torch.float64, requires_grad=True)
 
@@ -111,6 +124,10 @@ class Net(nn.Module):
         rows = F.linear(pooled, self.head.weight + self.delta, self.head.bias) * self._scale()
         if "extra" in self.traits:
             rows = rows * self.extra
+        if "function" in self.traits:
+            rows = Sloped.apply(rows, self)
+        if "hook" in self.traits and rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient * self.slope)
         loss = F.mse_loss(rows, y)
         match self.form:
             case "loss" if "returned" in self.traits:

@@ -185,7 +185,7 @@ class CounterProxy:
         return CounterProxy(self.value + number, self._uses, self._counter, self._added + number)
 
     def as_result(self) -> Any:
-        """What stands for it in the result of a call."""
+        """Stands for the number in the result of a call."""
         if self._counter is None:
             return self.use("return")
         return CounterValue(self._counter, self._added)

@@ -274,7 +274,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class BackwardState:
-    """What the code of a backward reads, as it was in the call."""
+    """State that the code of a backward reads, as it was in the call."""
 
     reads: BackwardReads
     values: _Values

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.loops.loop import Element, Loop
 from benchmarks.loops.models import batch_of
@@ -122,6 +123,22 @@ class EvalMode(Element):
         loop.model.eval()
 
 
+class SlopeOfFunction(Element):
+    """The backward of a Function reads an attribute that the loop sets before each call."""
+
+    traits = ("function",)
+
+    def batch(self, loop: Loop, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loop.model.slope = 1.0 + 0.5 * loop.step
+        return x, y
+
+
+class SlopeOfHook(SlopeOfFunction):
+    """A hook that forward adds to a tensor reads such an attribute."""
+
+    traits = ("hook",)
+
+
 ELEMENTS: dict[str, type[Element]] = {
     "evaluate_first": EvaluateFirst,
     "evaluate_between": EvaluateBetween,
@@ -133,4 +150,6 @@ ELEMENTS: dict[str, type[Element]] = {
     "new_optimizer": NewOptimizer,
     "two_optimizers": TwoOptimizers,
     "eval_mode": EvalMode,
+    "slope_of_function": SlopeOfFunction,
+    "slope_of_hook": SlopeOfHook,
 }
