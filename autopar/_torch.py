@@ -67,6 +67,7 @@ from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import PContext

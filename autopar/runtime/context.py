@@ -50,7 +50,7 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
-from autopar.runtime.agreement.transforms import check_no_function_mode
+from autopar.runtime.agreement.transforms import check_modes
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
@@ -176,7 +176,7 @@ class ExecutionContext:
         Raises:
             StrategyError: a mode around the call would have to see functions of forward.
         """
-        check_no_function_mode()
+        check_modes()
         if self.guards.update():
             self.__dict__.pop("index", None)
 

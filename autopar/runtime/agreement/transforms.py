@@ -8,6 +8,7 @@ import torch
 
 from autopar._torch import (
     DeviceContext,
+    dispatch_modes,
     function_modes,
     is_batched,
     is_transformed,
@@ -38,14 +39,26 @@ def check_not_batched(gradients: Iterable[torch.Tensor]) -> None:
         )
 
 
-def check_no_function_mode() -> None:
-    """Raises StrategyError if a TorchFunctionMode is active, but that of a default device."""
+def check_modes() -> None:
+    """Refuses a TorchFunctionMode, but that of a default device; tells of a TorchDispatchMode.
+
+    Raises:
+        StrategyError: the mode would change functions of forward.
+    """
+    for mode in dispatch_modes():
+        if not type(mode).__module__.startswith(("torch.", "autopar.")):
+            warn_once(
+                NumericsWarning,
+                f"a compiled model is called under {type(mode).__name__}, a TorchDispatchMode. It "
+                "sees the operators of the program, which are not all of the plain model's. "
+                "Training is exact if the mode changes no result.",
+            )
     for mode in function_modes():
         if not isinstance(mode, DeviceContext):
             raise StrategyError(
                 f"a compiled model is called under {type(mode).__name__}, a TorchFunctionMode. Its "
                 "program calls no function of torch that the mode could change. Enter the mode "
-                "inside forward, or use a TorchDispatchMode, which sees the program's operators."
+                "inside forward."
             )
 
 

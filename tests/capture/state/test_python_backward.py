@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.errors import CaptureError, NumericsWarning, StrategyError
@@ -174,6 +176,22 @@ def test_a_mode_around_the_call_is_refused() -> None:
         m(torch.ones(2, 4))
     with Halving(), pytest.raises(StrategyError, match="called under Halving"):
         m(torch.ones(2, 4))
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_below_the_call_is_told() -> None:
+    m = autopar.compile(Model(), strategy=fixed(0), fallback=False)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    want = m(x)
+    with FlopCounterMode(display=False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m(x)
+    with Watching(), pytest.warns(NumericsWarning, match="called under Watching"):
+        assert torch.equal(m(x), want)
 
 
 class Returning(Model):
