@@ -50,7 +50,7 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
-from autopar.runtime.agreement.transforms import check_modes
+from autopar.runtime.agreement.transforms import tell_of_modes
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
@@ -171,12 +171,8 @@ class ExecutionContext:
         return Layout(self.plan).coordinate(rank()).get("pp", 0) if self.plan is not None else 0
 
     def index_model(self) -> None:
-        """Drops the index if the model has changed; runs before every call.
-
-        Raises:
-            StrategyError: a mode around the call would have to see functions of forward.
-        """
-        check_modes()
+        """Drops the index if the model has changed; runs before every call."""
+        tell_of_modes()
         if self.guards.update():
             self.__dict__.pop("index", None)
 

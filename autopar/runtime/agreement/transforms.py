@@ -16,7 +16,7 @@ from autopar._torch import (
     saved_tensors_hooks,
 )
 from autopar.common.notices import warn_once
-from autopar.errors import CaptureError, NumericsWarning, StrategyError
+from autopar.errors import CaptureError, NumericsWarning
 
 
 def check_not_transformed() -> None:
@@ -39,26 +39,16 @@ def check_not_batched(gradients: Iterable[torch.Tensor]) -> None:
         )
 
 
-def check_modes() -> None:
-    """Refuses a TorchFunctionMode, but that of a default device; tells of a TorchDispatchMode.
-
-    Raises:
-        StrategyError: the mode would change functions of forward.
-    """
-    for mode in dispatch_modes():
+def tell_of_modes() -> None:
+    """Warns of modes around a call, but torch's own, which change no results."""
+    modes = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
+    for mode in (*modes, *dispatch_modes()):
         if not type(mode).__module__.startswith(("torch.", "autopar.")):
             warn_once(
                 NumericsWarning,
-                f"a compiled model is called under {type(mode).__name__}, a TorchDispatchMode. It "
-                "sees the operators of the program, which are not all of the plain model's. "
-                "Training is exact if the mode changes no result.",
-            )
-    for mode in function_modes():
-        if not isinstance(mode, DeviceContext):
-            raise StrategyError(
-                f"a compiled model is called under {type(mode).__name__}, a TorchFunctionMode. Its "
-                "program calls no function of torch that the mode could change. Enter the mode "
-                "inside forward."
+                f"a compiled model is called under {type(mode).__name__}, a mode that sees the "
+                "functions or operators of its program, not all of the plain model's. Training is "
+                "exact if the mode changes no result. Otherwise enter it inside forward.",
             )
 
 
