@@ -8,7 +8,7 @@ import os
 from autopar.errors import StrategyError
 
 OLDEST_TORCH = 2, 11
-NEWEST_TORCH = 2, 13
+NEWEST_TORCH = 2, 15
 """Releases of torch, as (major, minor), that the tests of autopar have met."""
 
 PLAIN = "AUTOPAR_PLAIN"

@@ -25,6 +25,9 @@ from autopar.operators.random_streams import ON_STREAM
 aten = torch.ops.aten
 
 Target = Literal["cpu", "cuda"]
+_DETACHES = (aten.detach.default, aten.alias.default)
+"""What a trace writes for `detach`, before torch 2.14 and since."""
+
 TENSORS = 4  # query, key, value, mask
 _WIDEST = 256  # greatest width of a head in flash attention
 _HALVES = (torch.float16, torch.bfloat16)
@@ -143,7 +146,7 @@ def _traced(
     with enable_python_dispatcher(), _no_autocast():
         graph = make_fx(program)(*given).graph
     for node in list(graph.nodes):
-        if node.target is aten.detach.default:
+        if node.target in _DETACHES:
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     nodes = list(graph.nodes)
@@ -151,7 +154,10 @@ def _traced(
     results = tuple(nodes[-1].args[0])
     calls = [node for node in nodes if node.op == "call_function"]
     last = calls.index(results[0])
-    early = set(calls[: last + 1])
+    late = {inputs[-1]}  # what depends on the gradient
+    for node in calls:
+        late |= {node} if not late.isdisjoint(node.all_input_nodes) else set()
+    early = set(calls[: last + 1]) - late
     early |= {n for n in calls if n.target is getitem and n.args[0] in early}
     forward = tuple(n for n in calls if n in early)
     if call.dropout_p and call.window:
