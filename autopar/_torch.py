@@ -1,7 +1,6 @@
 """Every private name of torch that autopar uses and that costs no import of Dynamo.
 
-Supported: torch 2.11 to 2.15. A release that moves one of these names breaks this file only, or
-`_torch_dynamo.py`, which has those that do.
+Supported: torch 2.11 to 2.15. Names whose module loads Dynamo are in `_torch_dynamo.py`.
 """
 
 import contextlib
@@ -264,14 +263,16 @@ def without_onednn() -> Iterator[None]:
 def count_checkpoint_calls() -> Iterator[list[object]]:
     """Yields a list with the function of every `torch.utils.checkpoint.checkpoint` call inside."""
     calls: list[object] = []
-    begin = checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(checkpoint, f"{name}_impl") else ""  # since torch 2.14
+    begin = getattr(checkpoint, name)
 
     @functools.wraps(begin)
     def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(function)
         return begin(function, *args, **kwargs)
 
-    with patched(checkpoint, "_checkpoint_without_reentrant_generator", counted):
+    with patched(checkpoint, name, counted):
         yield calls
 
 

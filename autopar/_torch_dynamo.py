@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import _Action as PipelineAction
 from torch.distributed.pipelining.schedules import _add_send_recv as add_transfers
 from torch.distributed.pipelining.schedules import _ComputationType as PipelineWork
@@ -31,6 +32,16 @@ def new_size_symbol(env: ShapeEnv, size: int, name: str) -> torch.SymInt:
     symbol = env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
     made: Any = env.create_symintnode(symbol, hint=size, source=source)
     return made
+
+
+def give_actions(runtime: PipelineRuntime, actions: list[list[PipelineAction]]) -> None:
+    """Gives a runtime the actions of each rank, transfers included.
+
+    From torch 2.15 on it asks for an action that waits for each send, too.
+    """
+    by_rank = dict(enumerate(actions))
+    add_waits = getattr(schedules, "_add_wait_send", None)
+    runtime.pipeline_order_with_comms = by_rank if add_waits is None else add_waits(by_rank)
 
 
 @contextlib.contextmanager

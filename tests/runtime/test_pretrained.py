@@ -241,7 +241,7 @@ def _text(content: str) -> Callable[[Path], None]:
         (_a_pipe, "not a regular file"),
         (_a_pipe_as_index, "not a regular file"),
         (_a_link_outside, "leads out of the folder"),
-        (_a_link_in_a_circle, "is no file"),
+        (_a_link_in_a_circle, "is no file|cannot be read"),
         (_named("../outside.safetensors"), "leads out of the folder"),
         (_named("/etc/hostname"), "leads out of the folder"),
         (_named(r"\ud800"), "surrogate pair"),

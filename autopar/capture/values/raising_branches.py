@@ -20,6 +20,9 @@ from torch import Tensor
 from autopar.errors import CaptureError
 from autopar.operators.checked import checked
 
+_ASKS = ("TO_BOOL", "COMPARE_OP")
+"""Operations that ask for a truth value before a jump, from Python 3.13 on."""
+
 _OTHER_WORK = ("STORE_", "RETURN_", "YIELD_", "DELETE_", "IMPORT_")
 """Operations that do more than make an error."""
 
@@ -89,7 +92,7 @@ def _raising_answer(code: CodeType, offset: int) -> bool | None:
     instructions = [each for each in every if each.offset >= offset]
     if _ends_in_item([each for each in every if each.offset <= offset]):
         del instructions[0]  # x.item() asks just before the jump
-    if instructions and instructions[0].opname == "TO_BOOL":  # from Python 3.13 on
+    if instructions and instructions[0].opname in _ASKS:
         del instructions[0]
     if not instructions or "POP_JUMP" not in instructions[0].opname:
         return None

@@ -69,7 +69,7 @@ class Schedule:
     @cached_property
     def _runtime(self) -> PipelineRuntime:
         """Torch's runtime, with the actions of the schedule and transfers between them."""
-        from autopar._torch_dynamo import PipelineRuntime
+        from autopar._torch_dynamo import PipelineRuntime, give_actions
         from autopar.runtime.pipeline.torch_stage import TorchStage
 
         count = 1 + max(action.stage for order in self.orders for action in order)
@@ -81,6 +81,6 @@ class Schedule:
             stages, self.micro_batches, scale_grads=False, backward_requires_autograd=False
         )
         actions = with_transfers(self.orders, hoisted=self.device.type == "cpu")
-        runtime.pipeline_order_with_comms = {r: list(own) for r, own in enumerate(actions)}
+        give_actions(runtime, [list(of_rank) for of_rank in actions])
         runtime._stages_forward_initialized = True  # shapes need no inference
         return runtime
