@@ -55,6 +55,7 @@ class Capture:
         leaves: flattened outputs, None for tensors.
         tensor_leaves: which outputs are tensors.
         differentiable: which outputs of the plain model require gradients.
+        linked: which outputs others were computed from, on a way that has gradients.
         structure: tree structure of the outputs; with `writes`, of the pair (result, values).
         writes: Python values that every call writes to the model.
         reads: plain attributes that the graph depends on.
@@ -76,6 +77,7 @@ class Capture:
     tensor_leaves: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     structure: Any
+    linked: tuple[bool, ...] = ()
     writes: tuple[Write, ...] = ()
     reads: tuple[Attribute, ...] = ()
     classes: tuple[tuple[type, str], ...] = ()
@@ -250,6 +252,7 @@ def _capture_of(traced: TracedCall, module: fx.GraphModule) -> Capture:
         traced.tensor_leaves,
         traced.differentiable,
         traced.structure,
+        linked=traced.linked,
         writes=() if traced.call.derivatives else tuple(writes_of(effects)),
         reads=traced.reads(),
         classes=tuple(effects.classes),

@@ -113,6 +113,7 @@ class TracedCall(nn.Module):
         values_of_arguments: tensor arguments whose values forward may read.
         reads_of_arguments: what it read of them in the last run.
         backward: the Python code of the backward, if the last run had one.
+        linked: which outputs of the last run others were computed from, with gradients.
         effects, leaves, tensor_leaves, differentiable, structure, rebound: as in `Capture`, of the
             last run.
     """
@@ -176,6 +177,7 @@ class TracedCall(nn.Module):
         self.tensor_leaves: tuple[bool, ...] = ()
         self.differentiable: tuple[bool, ...] = ()
         self.structure: Any = None
+        self.linked: tuple[bool, ...] = ()
 
     def _fake_input(self, index: int, device: torch.device) -> torch.Tensor:
         spec = self.call.leaves[index]
@@ -282,6 +284,7 @@ class TracedCall(nn.Module):
         self.tensor_leaves = tuple(isinstance(x, torch.Tensor) for x in leaves)
         self.leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         self.differentiable = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        self.linked = _linked(leaves)
         outputs = [_copied_if_in(given, x) for x in leaves if isinstance(x, torch.Tensor)]
         has_loss = any(
             isinstance(x, torch.Tensor) and x.requires_grad and not x.dim() for x in results
@@ -289,6 +292,20 @@ class TracedCall(nn.Module):
         if has_loss and not self.all_tangents and not self.call.derivatives:
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(_apart(outputs))
+
+
+def _linked(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Outputs that another one was computed from, with gradients, and those returned twice."""
+    nodes = [x.grad_fn if isinstance(x, torch.Tensor) else None for x in leaves]
+    behind = set[Any]()
+    for node in filter(None, nodes):
+        waiting = [following for following, _ in node.next_functions]
+        while waiting:
+            following = waiting.pop()
+            if following is not None and following not in behind:
+                behind.add(following)
+                waiting += [node for node, _ in following.next_functions]
+    return tuple(n is not None and (n in behind or nodes.count(n) > 1) for n in nodes)
 
 
 def _copied_if_in(given: Iterable[torch.Tensor], output: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from autopar.runtime.agreement.transforms import check_not_transformed
 from autopar.runtime.agreement.turn import in_turn
 from autopar.runtime.border.border import Border
 from autopar.runtime.border.gradient_hooks import reads_gradients
+from autopar.runtime.border.linked_results import with_links
 from autopar.runtime.border.loop_checks import check_not_wrapped, check_prepared
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.parameters.distribute import is_remote
@@ -81,7 +82,7 @@ class DistributedModule(StatefulModule):
 
         They are all rows, unless `outputs="own"`.
         """
-        if self._options.is_replicated:
+        if self._options.is_replicated or rows < self._options.dp_size:  # all have all of few
             return slice(0, rows)
         held = rows_of_parts(rows, self._options.dp_size, self.row_shares)
         index = self.data_parallel_rank
@@ -230,7 +231,7 @@ class DistributedModule(StatefulModule):
                 finishes=self._programs_finish_exchanges,
             )
             self._protocol.optimizer_steps.restart(self._context.index.parameters.values())
-        return result
+        return with_links(result, None if self._fallback else self._context.last_capture)
 
     def _call(self, leaves: list[Any], structure: Any, check: CheckCall | None) -> tuple[int, Any]:
         """Agrees on a call, plans before the first one, and runs it; its number and result."""

@@ -9,6 +9,7 @@ import torch
 from autopar._torch import empty_subclass, pytree, without_subclasses
 from autopar.ir.graph import dense_strides
 from autopar.runtime.agreement.transforms import check_not_batched
+from autopar.runtime.border.linked_results import check_link
 from autopar.runtime.border.rows import OwnRows, RowLayout
 from autopar.runtime.parameters.whole_gradient import none_for_none, whole_gradient
 
@@ -69,6 +70,7 @@ class LazyRows(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_subclasses():
+            check_link(func, args, kwargs or {})
             if getattr(func, "__name__", "") in _READS_MEMORY:
                 args, kwargs = pytree.tree_map(_plain, (tuple(args), kwargs or {}))
             return func(*args, **(kwargs or {}))

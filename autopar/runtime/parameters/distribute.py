@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from autopar._torch import (
     HOOK_TABLES,
@@ -31,12 +32,18 @@ from autopar.runtime.parameters.sharded import as_sharded, distribute_replicated
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises StrategyError if the model is compiled or distributed already."""
+    """Raises StrategyError if the model is compiled, distributed or without shapes."""
     if hasattr(model, "_orig_mod"):
         raise StrategyError(
             "this model is compiled already. Give autopar.compile the plain one; it compiles "
             "what it makes with backend='inductor'."
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise StrategyError(
+                f"parameter {name} has no shape yet: call the plain model once with a batch, "
+                "before autopar.compile."
+            )
     distributed = isinstance(model, DistributedDataParallel)
     if distributed or any(isinstance(p, DTensor) for p in model.parameters()):
         raise StrategyError(

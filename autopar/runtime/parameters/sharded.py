@@ -107,8 +107,10 @@ class ShardedTensor(DTensor):
         return read_whole(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array; all ranks call this at once."""
-        return read_whole(self).numpy(force=force)
+        """The whole tensor as an array to read; all ranks call this at once."""
+        array = read_whole(self).numpy(force=force)
+        array.flags.writeable = False  # what is written there would be lost
+        return array
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return read_whole(self).__array__(*args, **kwargs)

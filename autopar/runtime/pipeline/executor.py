@@ -62,6 +62,7 @@ class PipelineExecutor:
                 anchor = torch.zeros((), requires_grad=True)  # this rank may train nothing
                 state = context.guards.state
                 tell_of_saved_tensors_hooks(are_called=False)
+                _check_anomaly_mode()
                 try:
                     outputs = _PipelineFunction.apply(
                         self, call, tuple(given), state, *given.values(), anchor
@@ -133,6 +134,15 @@ class PipelineExecutor:
 
 def _computes_in_fp16(graph: TrainingGraph) -> bool:
     return any(t.dtype == torch.float16 for node in graph.calls() for t in tensors(node))
+
+
+def _check_anomaly_mode() -> None:
+    """Raises StrategyError if torch would look for NaN in gradients that other stages have."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise StrategyError(
+            "torch.autograd.detect_anomaly looks for NaN in gradients that live on other stages of "
+            "the pipeline. Give it check_nan=False, or leave pipeline stages out while you search."
+        )
 
 
 def _check_versions(ctx: Any) -> None:

@@ -165,6 +165,7 @@ class SpmdCall:
         versions: how often each of them had been changed in place.
         buffers: values before the forward of buffers that it changes and its results depend on.
         random_state: state of the generator at the forward, None where nothing is drawn.
+        left_out: operands whose gradient the running backward was not asked for.
     """
 
     executor: SpmdExecutor
@@ -179,6 +180,7 @@ class SpmdCall:
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
     random_state: torch.Tensor | None = None
     python: BackwardState | None = None
+    left_out: set[str | int] = field(default_factory=set)
 
     @property
     def context(self) -> ExecutionContext:
@@ -257,7 +259,7 @@ class SpmdCall:
         # What compression left out of a gradient, or no_sync held back, is one by itself.
         by_gradient = {} if _has_states(backward) else program.outputs_by_gradient
         absent = untouched(by_gradient, tangents) - {*unreduced}
-        return self._gradients(backward, results, absent)
+        return self._gradients(backward, results, absent | self.left_out)
 
     def check_current(self) -> None:
         """Raises StrategyError if what the forward read has changed since.
@@ -346,6 +348,9 @@ class SpmdFunction(torch.autograd.Function):
                 return (None, *derived)
             except CaptureError as error:
                 why_once = str(error)
+        if call.no_sync:
+            nodes = [node for node, _ in ctx.next_functions]
+            call.left_out = _left_out(dict(zip(call.operands, nodes, strict=True)))
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         with call.context.turn, torch.no_grad():
@@ -355,6 +360,26 @@ class SpmdFunction(torch.autograd.Function):
             operands = *call.operands.values(), *gradients
             results = list(differentiable_once(results, operands, why_once))
         return (None, *results)
+
+
+def _left_out(nodes: Mapping[str | int, Any]) -> set[str | int]:
+    """The operands whose gradient a backward inside of no_sync was not asked for.
+
+    Raises:
+        StrategyError: torch.autograd.grad asks for one of a parameter, which is held back.
+    """
+    left_out = set[str | int]()
+    for key, node in nodes.items():
+        try:
+            if node is None or not will_run(node):
+                left_out.add(key)
+        except RuntimeError as error:  # torch's answer for a leaf of torch.autograd.grad
+            if isinstance(key, str):
+                raise StrategyError(
+                    f"torch.autograd.grad asks for the gradient of {key} inside of no_sync(), "
+                    "which holds it back. Call it outside of no_sync()."
+                ) from error
+    return left_out
 
 
 def _is_needed(node: Any) -> bool:
