@@ -17,18 +17,22 @@ class Root:
 
     def __init__(self, base: DTensor, whole: torch.Tensor) -> None:
         self.base, self.whole = base, whole
-        self._version = local_tensor(base)._version
+        self._versions = self._count()
 
     def refresh(self) -> None:
         """Takes up what was written to the base since."""
-        if local_tensor(self.base)._version != self._version:
+        if self._count() != self._versions:
             self.whole.copy_(read_whole(self.base))
-            self._version = local_tensor(self.base)._version
+            self._versions = self._count()
 
     def write_back(self) -> None:
         """Writes this rank's part of the whole values."""
         write_whole(self.base, self.whole)
-        self._version = local_tensor(self.base)._version
+        self._versions = self._count()
+
+    def _count(self) -> tuple[int, int]:
+        """How often the base was written: by operators on it, and by those on this rank's part."""
+        return self.base._version, local_tensor(self.base)._version
 
 
 class ShardedView(UnreadTensor):

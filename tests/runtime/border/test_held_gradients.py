@@ -228,6 +228,21 @@ def change_in_place(rank: int, world_size: int) -> None:
             torch.testing.assert_close(other.grad, one.grad)
         for model in (plain, parallel):
             model.zero_grad()
+    older = []
+    for model in (plain, parallel):
+        model(*batch(0)).backward()
+        older.append([p.grad for p in model.parameters()])
+    with parallel.no_sync():
+        parallel(*batch(1)).backward()
+    plain(*batch(1)).backward()
+    [p.grad.sum() for p in parallel.parameters()]
+    for one, other in zip(*older, strict=True):  # still the gradients, as on one device
+        torch.testing.assert_close(other, one)
+    with parallel.no_sync():
+        parallel(*batch(2)).backward()
+    older[1][0].mul_(0.5)
+    with pytest.raises(StrategyError, match="taken before no_sync"):
+        parallel(*batch(3)).backward()
 
 
 def test_changes_of_them_in_place() -> None:

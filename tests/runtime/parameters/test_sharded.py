@@ -49,6 +49,16 @@ READS: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda p: F.dropout(p, 0.5),
     "singular values": lambda p: torch.linalg.svdvals(p),
 }
+
+
+def change_then_write_a_view(p: Any) -> None:
+    rows, columns = p.data[0], p.detach().t()
+    p.add_(1.0)
+    rows.mul_(2.0)
+    torch._foreach_mul_([p], 3.0)
+    columns[0].add_(rows.sum())
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "normal": lambda p: p.normal_(),
     "orthogonal": nn.init.orthogonal_,
@@ -67,6 +77,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "by norms of columns": lambda p: p.div_(p.norm(dim=0, keepdim=True)),
     "data": lambda p: setattr(p, "data", p.data * 0.5),
     "plain data": lambda p: setattr(p, "data", OTHER.clone()),
+    "a view from before a change": change_then_write_a_view,
     "a view of data": lambda p: p.data.view(-1).mul_(2),
     "vector": lambda p: nn.utils.vector_to_parameters(OTHER.flatten(), [p]),
 }
