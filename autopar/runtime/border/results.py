@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from autopar._torch import storage_key
+
 
 def results_of(
     outputs: Sequence[torch.Tensor], trains: Sequence[bool], saved: Iterable[torch.Tensor]
@@ -21,8 +23,8 @@ def results_of(
             results.append(output.detach())
             continue
         if output._base is not None:
-            memory = memory or {each.untyped_storage().data_ptr() for each in saved}
-            if output.untyped_storage().data_ptr() not in memory:
+            memory = memory or set(map(storage_key, saved))
+            if storage_key(output) not in memory:
                 output = output.data
         results.append(output)
     return results

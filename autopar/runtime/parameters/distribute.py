@@ -45,7 +45,8 @@ def check_plain(model: nn.Module) -> None:
                 "before autopar.compile."
             )
     distributed = isinstance(model, DistributedDataParallel)
-    if distributed or any(isinstance(p, DTensor) for p in model.parameters()):
+    staged = any(hasattr(p, "staged_by_autopar") for p in model.parameters())
+    if distributed or staged or any(isinstance(p, DTensor) for p in model.parameters()):
         raise StrategyError(
             "this model is distributed already (by autopar.compile, DDP or fully_shard). Give "
             "autopar.compile the plain one."

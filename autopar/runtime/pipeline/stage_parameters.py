@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
 from autopar.common.world import rank
+from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
@@ -67,6 +68,7 @@ def keep_stage_parameters(model: nn.Module, names: Collection[str], device: torc
 
     Parameters keep their identity for optimizers, which leave out the dropped ones.
     """
+    _refuse_shared(model)
     dropped = [p for name, p in model.named_parameters() if name not in names]
     kept = [p for name, p in model.named_parameters() if name in names and p.requires_grad]
     with without_weight_references(model):
@@ -82,6 +84,19 @@ def keep_stage_parameters(model: nn.Module, names: Collection[str], device: torc
                 swap_parameter(parameter, parameter_like(parameter, placeholder))
             mark_remote(parameter, device)
     leave_out_of_optimizers(dropped)
+    for parameter in model.parameters():
+        parameter.staged_by_autopar = id(model)  # type: ignore[attr-defined]
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Raises StrategyError if stages of another model divide a parameter of this one."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "staged_by_autopar", id(model)) != id(model):
+            raise StrategyError(
+                f"parameter {name} is part of another compiled model with pipeline stages, which "
+                "keep their parameters each. Compile one model that has both, or leave pipelines "
+                "out."
+            )
 
 
 def fetch_remote_parameters(
