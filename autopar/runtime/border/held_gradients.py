@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from autopar._torch import empty_subclass, local_tensor, pytree
+from autopar._torch import empty_subclass, pytree
 from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.report.plan import Plan
@@ -38,17 +38,12 @@ class _Held:
         own: sum of this rank's gradients of calls inside `no_sync`, None once discarded or reduced.
         reduced: the gradient of all ranks from other calls and losses, if any.
         holder: holds it back, beside others.
-        versions: how often `reduced` had been changed when it was last seen here.
     """
 
     parameter: nn.Parameter
     own: torch.Tensor | None
     reduced: torch.Tensor | None
     holder: HeldGradients
-    versions: int = 0
-
-    def __post_init__(self) -> None:
-        self.versions = _version_of(self.reduced)
 
     @property
     def is_current(self) -> bool:
@@ -68,29 +63,10 @@ class _Held:
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds what autograd accumulates beside calls of the model."""
-        self.check_reduced()
         if self.reduced is not None:
             self.reduced.add_(gradient)
         else:
             self.reduced = gradient.detach().clone()
-        self.versions = _version_of(self.reduced)
-
-    def check_reduced(self) -> None:
-        """Checks that a loop has not changed one part of the gradient through an older object.
-
-        Raises:
-            StrategyError: it has; on one device that object is the whole gradient.
-        """
-        if _version_of(self.reduced) != self.versions:
-            raise StrategyError(
-                f"a gradient of shape {list(self.parameter.shape)} was changed through a tensor "
-                "that was taken before no_sync(), which holds another part of it back. Change "
-                "parameter.grad itself, outside of no_sync()."
-            )
-
-
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor._version + local_tensor(tensor)._version
 
 
 class HeldGradient(torch.Tensor):
@@ -191,7 +167,6 @@ class HeldGradients:
             for name in names:
                 held = self._held.pop(name)
                 assert held.own is not None
-                held.check_reduced()
                 total = sum_over_data_axes(held.own, held.parameter, self.mesh)
                 # a loop may have kept the gradient, which stays the same object on one device
                 held.reduced = total if held.reduced is None else held.reduced.add_(total)
@@ -202,7 +177,6 @@ class HeldGradients:
         held = self._held.pop(name, None)
         if held is None or not held.is_current:
             return None
-        held.check_reduced()
         held.parameter.grad = held.reduced
         return held.own
 

@@ -31,7 +31,7 @@ class Root:
         self._versions = self._count()
 
     def _count(self) -> tuple[int, int]:
-        """How often the base was written: by operators on it, and by those on this rank's part."""
+        """Numbers of writes: by operators on the base, and by those on this rank's part."""
         return self.base._version, local_tensor(self.base)._version
 
 
