@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 Target = Literal["cpu", "cuda"]
 _DETACHES = (aten.detach.default, aten.alias.default)
-"""What a trace writes for `detach`, before torch 2.14 and since."""
+"""Operators that a trace writes for `detach`, before torch 2.14 and since."""
 
 TENSORS = 4  # query, key, value, mask
 _WIDEST = 256  # greatest width of a head in flash attention

@@ -12,27 +12,31 @@ from autopar.runtime.parameters.unread import UnreadTensor
 from autopar.runtime.parameters.whole_values import read_whole, write_whole
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows as a tensor's values are changed in place.
+
+    Operators on a sharded parameter count at the parameter, writes to this rank's part at the part.
+    """
+    return tensor._version + local_tensor(tensor)._version
+
+
 class Root:
     """A sharded tensor and its whole values, of which all views of one operator are views."""
 
     def __init__(self, base: DTensor, whole: torch.Tensor) -> None:
         self.base, self.whole = base, whole
-        self._versions = self._count()
+        self._version = version_of(self.base)
 
     def refresh(self) -> None:
         """Takes up what was written to the base since."""
-        if self._count() != self._versions:
+        if version_of(self.base) != self._version:
             self.whole.copy_(read_whole(self.base))
-            self._versions = self._count()
+            self._version = version_of(self.base)
 
     def write_back(self) -> None:
         """Writes this rank's part of the whole values."""
         write_whole(self.base, self.whole)
-        self._versions = self._count()
-
-    def _count(self) -> tuple[int, int]:
-        """Numbers of writes: by operators on the base, and by those on this rank's part."""
-        return self.base._version, local_tensor(self.base)._version
+        self._version = version_of(self.base)
 
 
 class ShardedView(UnreadTensor):

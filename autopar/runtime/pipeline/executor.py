@@ -22,10 +22,10 @@ from autopar.runtime.border.results import results_of
 from autopar.runtime.codegen.program import untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext
+from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
-from autopar.runtime.spmd.derivatives import version_of
 
 LATE_SCALE = NumericsNote(
     "a pipeline begins its backward before loss.backward(), with the loss scale of the last step: "

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar._torch import local_tensor, pytree
+from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Derivative, TensorSpec
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir.placement import Shard
 from autopar.runtime.border.rows import Entered, LeftWhole, ScaledGradient
 from autopar.runtime.codegen.program import Program
+from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import OwnPart
 
 if TYPE_CHECKING:
@@ -93,14 +94,6 @@ def changed_operands(call: SpmdCall, keys: Container[Key]) -> list[Key]:
     """Those of some operands of a call that were changed in place since."""
     pairs = zip(call.operands.items(), call.versions, strict=True)
     return [key for (key, x), version in pairs if key in keys and version_of(x) != version]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows as a tensor's values are changed in place.
-
-    Operators on a sharded parameter count at the parameter, writes to this rank's part at the part.
-    """
-    return tensor._version + local_tensor(tensor)._version
 
 
 def _autocast_of(call: SpmdCall) -> contextlib.AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,9 +34,10 @@ from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graph
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, batch_fraction, inputs_of
+from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors
-from autopar.runtime.spmd.derivatives import changed_operands, differentiated, version_of
+from autopar.runtime.spmd.derivatives import changed_operands, differentiated
 
 
 @dataclass
@@ -165,7 +166,6 @@ class SpmdCall:
         versions: how often each of them had been changed in place.
         buffers: values before the forward of buffers that it changes and its results depend on.
         random_state: state of the generator at the forward, None where nothing is drawn.
-        left_out: operands whose gradient the running backward was not asked for.
     """
 
     executor: SpmdExecutor
@@ -180,7 +180,6 @@ class SpmdCall:
     updates: dict[Any, torch.Tensor] = field(default_factory=dict)
     random_state: torch.Tensor | None = None
     python: BackwardState | None = None
-    left_out: set[str | int] = field(default_factory=set)
 
     @property
     def context(self) -> ExecutionContext:
@@ -231,11 +230,17 @@ class SpmdCall:
         return values
 
     def run_backward(
-        self, saved: list[torch.Tensor], tangents: dict[int, torch.Tensor]
+        self,
+        saved: list[torch.Tensor],
+        tangents: dict[int, torch.Tensor],
+        left_out: Set[str | int],
     ) -> list[torch.Tensor | None]:
-        """Runs the backward; returns the gradient of each tensor given to autograd."""
+        """Runs the backward; returns the gradient of each tensor given to autograd.
+
+        Those of operands that are `left_out` are None, and are not held back.
+        """
         program, context = self.program, self.context
-        self.check_current()
+        self._check_current()
         if not program.tangents.issuperset(tangents):
             context.all_tangents = True
             program = self._program_again(self.no_sync)
@@ -259,9 +264,9 @@ class SpmdCall:
         # What compression left out of a gradient, or no_sync held back, is one by itself.
         by_gradient = {} if _has_states(backward) else program.outputs_by_gradient
         absent = untouched(by_gradient, tangents) - {*unreduced}
-        return self._gradients(backward, results, absent | self.left_out)
+        return self._gradients(backward, results, absent | left_out)
 
-    def check_current(self) -> None:
+    def _check_current(self) -> None:
         """Raises StrategyError if what the forward read has changed since.
 
         It gathered sharded parameters, and Python code of the backward read state.
@@ -348,13 +353,13 @@ class SpmdFunction(torch.autograd.Function):
                 return (None, *derived)
             except CaptureError as error:
                 why_once = str(error)
-        if call.no_sync:
-            nodes = [node for node, _ in ctx.next_functions]
-            call.left_out = _left_out(dict(zip(call.operands, nodes, strict=True)))
+        nodes = [node for node, _ in ctx.next_functions]
+        by_operand = dict(zip(call.operands, nodes, strict=True))
+        left_out = _left_out(by_operand) if call.no_sync else frozenset[str | int]()
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         with call.context.turn, torch.no_grad():
-            results = call.run_backward(saved, tangents)
+            results = call.run_backward(saved, tangents, left_out)
         leave_out_hooks(call.operands.values(), results)
         if why_once:
             operands = *call.operands.values(), *gradients
