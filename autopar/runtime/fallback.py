@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,14 +50,70 @@ def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) ->
             'strategy="ddp", or give autopar.compile example_inputs.'
         )
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for block in find_separate_blocks(model):
+    blocks = list(find_separate_blocks(model))
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     sharded: nn.Module = fully_shard(model, mesh=mesh)  # type: ignore[assignment]
     for name, parameter in sharded.named_parameters():
         if name in gradients:  # of backwards of the plain model
             assert isinstance(parameter, DTensor)
             parameter.grad = distribute_replicated(gradients[name], mesh, parameter.placements)
+    for module in (*blocks, sharded):
+        writes = _ParameterWrites()
+        # inside of fully_shard's own hooks, where parameters are whole
+        module.register_forward_pre_hook(writes.before)
+        module.register_forward_hook(writes.after, prepend=True)
     return sharded
+
+
+class _ParameterWrites:
+    """Refuses a block's forward that changes its parameters, as fully_shard drops changes.
+
+    Writes through `.data` leave no trace but the values, compared in the first call.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}
+        self._values: dict[str, torch.Tensor] | None = {}
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        parameters = _unsharded_parameters(module)
+        self._versions = {name: p._version for name, p in parameters.items()}
+        if self._values is None:
+            return
+        self._values = {name: p.detach().clone() for name, p in parameters.items()}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.register_hook(functools.partial(_refuse_sparse, name))
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> None:
+        values, self._values = self._values or {}, None
+        for name, parameter in _unsharded_parameters(module).items():
+            is_written = parameter._version != self._versions.get(name, parameter._version)
+            if is_written or (name in values and not _are_equal(values[name], parameter)):
+                raise StrategyError(
+                    f"forward of {type(module).__name__} changes its parameter {name} in place. "
+                    "The model cannot be captured, and fully_shard drops such changes. Change "
+                    "parameters in the loop, between steps, or change the line that the warning "
+                    'before this error names. If every rank makes the same change, strategy="ddp" '
+                    "keeps it."
+                )
+
+
+def _refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise StrategyError(
+            f"the gradient of {name} is sparse, and the model cannot be captured: fully_shard does "
+            'not reduce such gradients. Make it dense (sparse=False), or give strategy="ddp".'
+        )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def _unsharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
 
 
 def describe_fallback_differences(model: nn.Module) -> str:

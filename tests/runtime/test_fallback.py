@@ -311,3 +311,42 @@ def test_sharding_late_is_refused() -> None:
     for answer in run(shard_late, 2, expect_errors=True):
         assert answer[0] == "StrategyError"
         assert "example_inputs" in answer[1]
+
+
+class Writing(Branching):
+    """A model whose forward changes a parameter in place."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write = write
+        self.words = nn.Embedding(5, 4, max_norm=0.5 if write == "max_norm" else None)
+        self.tokens = nn.Embedding(5, 4, sparse=write == "sparse")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.write == "data":
+            self.words.weight.data.clamp_(-0.1, 0.1)
+        index = torch.arange(len(x)) % 5
+        return super().forward(x + self.words(index) + self.tokens(index))
+
+
+def train_writing(rank: int, world_size: int, write: str) -> str:
+    model = autopar.compile(Writing(write).double(), strategy="zero3", example_inputs=(rows(0),))
+    try:
+        model(rows(0)).backward()
+    except autopar.AutoparError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        ("max_norm", "changes its parameter words.weight"),
+        ("data", "changes its parameter words.weight"),
+        ("sparse", "is sparse"),
+        ("nothing", "trained"),
+    ],
+)
+def test_changes_in_forward_that_sharding_drops_are_refused(write: str, said: str) -> None:
+    for told in run(train_writing, 2, write=write):
+        assert said in told
