@@ -69,7 +69,7 @@ def make_problem(
         batch=arguments["batch"],
         precision=dtype_name(autocast),
         optimizer=arguments["optimizer"],
-        cluster=cluster,
+        cluster=cluster and cluster.spanning(world_size),
         device=device,
         comm_backend=comm_backend,
         backend=arguments["backend"],

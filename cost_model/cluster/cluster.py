@@ -268,6 +268,12 @@ class Cluster:
             topology=repeated(self.topology, nodes),
         )
 
+    def spanning(self, ranks: int) -> Cluster:
+        """The cluster with as many nodes as `ranks` need, if its fabric tells what they do."""
+        if ranks <= self.world_size or not self.uniform or self.topology is None:
+            return self
+        return self.of_nodes(-(-ranks // self.ranks_per_node))
+
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """The cluster in a file that `save` wrote, or a shipped one by its name.

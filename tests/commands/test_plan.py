@@ -92,6 +92,16 @@ def test_without_a_cluster_the_command_says_what_it_prices(
     assert "dgx-h100" in told
 
 
+def test_ranks_beyond_a_node_are_those_of_more_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script := tmp_path / "make.py").write_text(MAKE.replace("(8, 64, 256)", "(16, 64, 256)"))
+    options = ["--cluster", "dgx-h100", "--world-size", "16", "--strategy", "ddp"]
+    assert main(["plan", str(script), *options]) == 0
+    assert "on 16 ranks" in capsys.readouterr().out
+    assert autopar.Cluster.named("dgx-h100").spanning(12).world_size == 16
+
+
 @pytest.mark.slow
 def test_the_answer_is_short_and_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
