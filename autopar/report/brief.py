@@ -46,7 +46,8 @@ def brief(plan: PlanSpec) -> str:
         for note in plan.notes[:_NOTES]
     )
     if (more := len(plan.notes) - _NOTES) > 0:
-        lines.append(_line("", f"{more} more note(s): -v or print(plan) shows them all"))
+        notes = "1 more note" if more == 1 else f"{more} more notes"
+        lines.append(_line("", f"{notes}: -v or print(plan) shows them all"))
     return printable("\n".join(lines))
 
 
@@ -109,7 +110,8 @@ def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
     faster = [other for other in plan.runners_up if other.step_s >= p.step_s]
     if faster:
         other = min(faster, key=lambda other: other.step_s)
-        slower = f", {other.step_s / p.step_s - 1:.0%} slower" if p.step_s else ""
+        ratio = other.step_s / p.step_s if p.step_s else 1.0
+        slower = f", {ratio - 1:.0%} slower" if ratio >= 1.005 else ", as fast"
         yield "next best", f"{other.name}: {duration(other.step_s)}{slower}"
     if plan.search is not None:
         yield from _searched(plan, plan.search, p.step_s)

@@ -42,7 +42,8 @@ def table(plan: PlanSpec) -> str:
 def layout(plan: PlanSpec) -> list[str]:
     """Storage and messages of a rank: one row per run of equal blocks, and per stage."""
     sizes = dict(plan.parameter_bytes)
-    grid = _grid(f"{plan.model} on {plan.world_size} rank(s): {plan.name}")
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    grid = _grid(f"{plan.model} on {ranks}: {plan.name}")
     for column in ("blocks", "ZeRO", "between steps", "parameters", "per rank", "recompute"):
         grid.add_column(column, justify="right" if column in ("parameters", "per rank") else "left")
     for blocks, stage, level in _runs(plan):

@@ -71,7 +71,8 @@ def compared(gain: float) -> str:
 
 def _extent(looked: int, left_out: int, complete: bool) -> str:
     over = "" if complete else "time was over: "
-    return f"{over}planned {looked} mesh(es) with their micro-batches, left out {left_out}"
+    meshes = "1 mesh" if looked == 1 else f"{looked} meshes"
+    return f"{over}planned {meshes} with their micro-batches, left out {left_out}"
 
 
 def _bound(plan: PlanSpec) -> str:

@@ -63,15 +63,15 @@ def _row(
 ) -> tuple[object, ...]:
     ratio = f"{other.step_s / chosen.step_s:.2f}×" if chosen.step_s else ""
     badge = tag("b", f" {labels[other.name]}", class_="badge") if other.name in labels else None
-    times = seconds(other.step_s), ratio, size(other.peak_bytes)
+    times = seconds(other.step_s), ratio, size(_needed(other))
     return tag("b", number or "★"), join(other.name, badge), *times, other.why
 
 
 def _chart(plan: PlanSpec, points: Sequence[RunnerUp], labels: dict[str, str]) -> Markup:
-    cap, peak = plan.memory_cap, max(point.peak_bytes for point in points)
+    cap, peak = plan.memory_cap, max(_needed(point) for point in points)
     near = cap is not None and cap <= _NEAR * peak
     fast, slow = _range([point.step_s for point in points])
-    least, most = _range([point.peak_bytes for point in points] + ([cap or 0] if near else []))
+    least, most = _range([_needed(point) for point in points] + ([cap or 0] if near else []))
 
     def x(value: float) -> float:
         return round(_LEFT + (value - fast) / (slow - fast) * (_WIDE - _LEFT - 8), 1)
@@ -91,7 +91,7 @@ def _chart(plan: PlanSpec, points: Sequence[RunnerUp], labels: dict[str, str]) -
             found.append(tag("path", d=f"M{_LEFT} {level}H{_WIDE - 8}", class_="cap"))
     placed: list[tuple[float, float]] = []
     for number, point in enumerate(points):
-        at = x(point.step_s), y(point.peak_bytes)
+        at = x(point.step_s), y(_needed(point))
         label, hidden = labels.get(point.name), any(_near(at, other) for other in placed)
         placed.append(at)
         found += _point(number, point, label, *at, named=bool(label) or not hidden)
@@ -104,6 +104,11 @@ def _chart(plan: PlanSpec, points: Sequence[RunnerUp], labels: dict[str, str]) -
     )
 
 
+def _needed(other: RunnerUp) -> int:
+    """Bytes to compare with a cap; plans of older files have those of tensors alone."""
+    return other.needed_bytes or other.peak_bytes
+
+
 def _near(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Whether the numbers of two points would overlap."""
     return abs(one[0] - other[0]) < 16 and abs(one[1] - other[1]) < 10
@@ -113,7 +118,7 @@ def _point(
     number: int, point: RunnerUp, label: str | None, cx: float, cy: float, *, named: bool
 ) -> list[Markup]:
     """A plan, with its number if it is `named`; the two of torch with their names."""
-    said = f"{point.name}: {duration(point.step_s)}, {human_bytes(point.peak_bytes)}"
+    said = f"{point.name}: {duration(point.step_s)}, {human_bytes(_needed(point))}"
     kind = "chosen" if not number else "torch" if label else "other"
     circle = tag("circle", tag("title", said), cx=cx, cy=cy, r=5 if number else 7, class_=kind)
     text = " ".join(filter(None, (str(number) if number else "", label)))

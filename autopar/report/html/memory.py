@@ -116,7 +116,7 @@ def curve(plan: PlanSpec, p: Prediction) -> Markup | None:
         areas.append(_area(name, times, sums, p.step_s, most))
     marks = [_mark(tick, most, human_bytes(tick)) for tick in byte_ticks(most / 1.2) if tick]
     lines = [tag("path", d=f"M{(at := place(peak_s(p), p.step_s))} 0V{_HEIGHT}", class_="peak")]
-    peak = f"peak {human_bytes(p.peak_bytes)}"
+    peak = f"tensors {human_bytes(p.peak_bytes)}"
     left = f"left:{at / WIDTH * 100:.4g}%;top:{(1 - p.peak_bytes / most) * 100:.4g}%"
     side, other = ("peak before", "cap") if at > WIDTH / 2 else ("peak", "cap left")
     marks.append(tag("span", tag("i", peak), class_=side, style=left, data_at=at))

@@ -79,7 +79,7 @@ def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
     found = [
         _tile("Step", seconds(p.step_s), *_bounds(step_interval(p), p.step_s, seconds, duration)),
         *_throughput(plan, p),
-        _tile("Memory of a rank", size(p.peak_bytes), *_memory(plan, p)),
+        _tile("Memory of a rank", size(p.needed_bytes), *_memory(plan, p)),
         _tile("Waits for messages", seconds(p.exposed_s), share(waits), " of the step"),
     ]
     if p.stages:
@@ -117,13 +117,16 @@ def _bounds(
 
 def _memory(plan: PlanSpec, p: Prediction) -> tuple[object, ...]:
     """Interval of the peak, and the part of the cap that is needed, with a gauge."""
-    within = *_bounds(memory_interval(p), p.peak_bytes, size, human_bytes), " of tensors"
+    within = (
+        *(size(p.peak_bytes), " of tensors ("),
+        *(*_bounds(memory_interval(p), p.peak_bytes, size, human_bytes), ")"),
+    )
     if plan.memory_cap is None:
         return (*within, "; no cap was given")
     part = p.needed_bytes / plan.memory_cap
     width = f"width:{min(1.0, part) * 100:.4g}%"
     gauge = tag("span", tag("i", style=width), class_="bar", aria_hidden="true")
-    needed = share(part), " of the cap of ", size(plan.memory_cap), " is needed"
+    needed = share(part), " of the cap of ", size(plan.memory_cap)
     return (*within, "; ", *needed, gauge)
 
 

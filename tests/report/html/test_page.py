@@ -80,13 +80,13 @@ def test_figures_are_those_of_the_plan(name):
     p = plan.prediction
     near = [pytest.approx(value, rel=1e-6) for value in (p.step_s, p.exposed_s, p.compute_s)]
     assert all(value in shown["header"] for value in near)
-    assert {plan.world_size, p.peak_bytes} <= set(shown["header"])
+    assert {plan.world_size, p.peak_bytes, p.needed_bytes} <= set(shown["header"])
     brings = ROWS / p.step_s, p.work.utilisation(p.step_s, plan.world_size)
     assert all(pytest.approx(value, rel=1e-6) in shown["header"] for value in brings)
     assert set(filter(None, p.memory.values())) <= set(shown["memory"])
     for other in plan.runners_up:
         assert pytest.approx(other.step_s, rel=1e-6) in shown["others"]
-        assert other.peak_bytes in shown["others"]
+        assert other.needed_bytes in shown["others"]
     groups = Counter()
     for item in p.exposures:
         groups[item.collective, item.axis, item.block] += item.exposed_s
