@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.call import flattened
+from autopar.capture.call import call_of, flattened
 from autopar.capture.stated_rows import StatedRows
 from autopar.common.checks import MAX_RANKS, choice, count, demand, flag, nbytes, seconds, texts
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.topology.devices import find_device
+from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.report.plan import Plan
@@ -35,6 +37,23 @@ def check(*required: str, **given: Any) -> None:
             raise TypeError(f"there is no argument {name!r}; there are {', '.join(_CHECKS)}")
         if value is not None or name in required or name not in _OPTIONAL:
             _CHECKS[name](name, value)
+    if given.get("example_inputs") is not None and given.get("loss_fn") is None:
+        _check_fit(given["model"], given["example_inputs"])
+
+
+def _check_fit(model: nn.Module, example_inputs: Any) -> None:
+    arguments, named = call_of(example_inputs)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        raise StrategyError(
+            f"example_inputs do not fit {type(model).__name__}.forward{signature}: {error}. Give "
+            "its arguments: a tuple in their order, or a dict by name."
+        ) from None
 
 
 def memory_of(memory: int | str | None) -> int | None:

@@ -178,7 +178,7 @@ def test_plans_are_values(tmp_path: Path) -> None:
 def test_plans_can_be_read(tmp_path: Path) -> None:
     plan = planned(strategy="auto", memory="1GiB")
     table = str(plan)
-    for part in ("GPT on 2 rank(s)", "blocks.0", "between steps", "mesh", "predicted"):
+    for part in ("GPT on 2 ranks", "blocks.0", "between steps", "mesh", "predicted"):
         assert part in table
     why = plan.explain()
     assert why.startswith(f"Chosen: {plan.name}.")

@@ -131,13 +131,22 @@ def test_bad_plans_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_script_without_make_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no make()"),
+        (
+            "def make():\n    return 1, 2.0, 'a'\n",
+            "returns (int, float, str): return (model, inputs)",
+        ),
+    ],
+)
+def test_scripts_without_a_proper_make_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    path = tmp_path / "empty.py"
-    path.write_text("")
+    (path := tmp_path / "script.py").write_text(text)
     assert main(["plan", str(path), "--world-size", "2"]) == 2
-    assert "has no make()" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

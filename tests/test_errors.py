@@ -93,7 +93,8 @@ def differ(rank: int, world_size: int) -> None:
 
 def test_different_models() -> None:
     answers = run(differ, 2, expect_errors=True)
-    all_raise(answers, autopar.DisagreementError, "[1] hold another model", "same model")
+    first = "parameter", "where rank 0 has parameter"
+    all_raise(answers, autopar.DisagreementError, "rank 1 another", *first, "same model")
 
 
 def differ_in_options(rank: int, world_size: int) -> None:
@@ -114,7 +115,7 @@ def differ_in_options(rank: int, world_size: int) -> None:
         autopar.compile(Model())
     model = Model()
     model.register_buffer("sizes", torch.zeros(3 + rank))
-    with pytest.raises(autopar.DisagreementError, match="another model"):
+    with pytest.raises(autopar.DisagreementError, match="buffer sizes"):
         autopar.compile(model)
 
 
@@ -370,6 +371,25 @@ def rehearse_unlike(rank: int, world_size: int) -> str:
 
 def test_ranks_that_would_time_other_collectives_say_so() -> None:
     assert run(rehearse_unlike, 2) == ["tensor(8.)"] * 2
+
+
+class Pair(torch.nn.Module):
+    """A model with an argument by name alone."""
+
+    def forward(self, x: Tensor, *, y: Tensor) -> Tensor:
+        return (x - y).square().mean()
+
+
+@pytest.mark.parametrize("inputs", [(torch.ones(2, 4),), {"x": torch.ones(2, 4)}])
+def test_examples_that_forward_does_not_take(inputs: Any) -> None:
+    with pytest.raises(autopar.StrategyError, match=r"do not fit Pair\.forward.*missing .*'y'"):
+        autopar.plan(Pair(), 2, example_inputs=inputs, strategy="ddp")
+
+
+def test_arguments_without_values() -> None:
+    model = autopar.compile(torch.nn.Linear(4, 4))
+    with pytest.raises(autopar.BatchError, match="meta device, which holds no values"):
+        model(torch.empty(2, 4, device="meta"))
 
 
 def test_names_that_are_not_text() -> None:

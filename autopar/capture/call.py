@@ -351,16 +351,20 @@ def last_part(inputs: Any, parts: int) -> Any:
 
 
 def flattened(example_inputs: Any) -> tuple[list[Any], Any]:
-    """The flattened (args, kwargs) of a tuple, dict by name or single argument, and structure.
+    """The flattened (args, kwargs) of `call_of`, and their structure.
 
     Raises:
         BatchError: an argument hides tensors.
     """
-    call: tuple[Any, Any] = (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
-        call = (), dict(example_inputs)
-    elif isinstance(example_inputs, (tuple, list)):
-        call = tuple(example_inputs), {}
-    leaves, structure = flatten(call)
+    leaves, structure = flatten(call_of(example_inputs))
     check_no_hidden_tensors(leaves)
     return leaves, structure
+
+
+def call_of(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The (args, kwargs) of a tuple, dict by name or single argument."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}

@@ -44,7 +44,12 @@ def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
     finally:
         sys.argv = saved
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise StrategyError(f"{function}() in {source} returned {made!r:.60}, not (model, inputs)")
+        kinds = [type(x).__name__ for x in made] if isinstance(made, tuple) else []
+        shown = f"({', '.join(kinds)})" if kinds else f"a {type(made).__name__}"
+        raise StrategyError(
+            f"{function}() in {source} returns {shown}: return (model, inputs), with the arguments "
+            "of a call as a tuple, or a dict by name"
+        )
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +13,17 @@ from autopar.arguments import dtype_name, memory_of, strategy_of
 from autopar.capture.channels_last import mark_channels_last
 from autopar.capture.model_info import describe_parameters
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.errors import DisagreementError
 from autopar.ir.graph import ParameterInfo
 from autopar.passes.registration import DISABLE, pass_settings
 from autopar.plan.spec import fingerprint
 from autopar.planner.problem import PlanningProblem
 from autopar.runtime.agreement.captured_graph import versions
-from autopar.runtime.agreement.consensus import assert_same_across_ranks
+from autopar.runtime.agreement.consensus import (
+    assert_same_across_ranks,
+    broadcast_from_rank0,
+    gather_objects,
+)
 from autopar.runtime.parameters.distribute import check_plain, make_contiguous
 from autopar.runtime.planned_module import check_not_compiled
 
@@ -37,12 +43,36 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
     buffers = str([(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()])
     described = fingerprint(parameters.values()), buffers
     assert_same_across_ranks(versions(), "Install the same versions on every rank.")
-    assert_same_across_ranks({"model": described}, "Build the same model on every rank.")
+    try:
+        assert_same_across_ranks({"model": described}, "Build the same model on every rank.")
+    except DisagreementError as error:  # of all ranks at once
+        raise DisagreementError(_first_difference(model)) from error
     assert_same_across_ranks(
         {"set of passes": pass_settings()},
         f"Set {DISABLE} and register passes alike on every rank.",
     )
     return parameters
+
+
+def _first_difference(model: nn.Module) -> str:
+    """The first tensor of a model that is another on some rank than on rank 0, in words."""
+    kinds = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+    own = [
+        f"{kind} {name} of {dtype_name(x.dtype)}{list(x.shape)}"
+        + ("" if x.requires_grad or kind == "buffer" else " that is frozen")
+        for kind, tensors in kinds
+        for name, x in tensors
+    ]
+    pairs = itertools.zip_longest(own, broadcast_from_rank0(lambda: own), fillvalue="nothing")
+    difference = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    found = gather_objects(difference)
+    odd = [index for index, pair in enumerate(found) if pair is not None]
+    there, here = found[odd[0]] if odd else ("the same tensors", "others of their kind")
+    ranks = ", ".join(map(str, odd)) or "some"
+    return (
+        f"ranks hold different models: rank {ranks} another than rank 0. First difference: {there} "
+        f"where rank 0 has {here}. Build the same model on every rank."
+    )
 
 
 def make_problem(

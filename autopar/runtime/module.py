@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, TensorSpec
-from autopar.common.containers import check_no_hidden_tensors, flatten
+from autopar.common.containers import flatten
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
 from autopar.errors import CaptureError, NumericsWarning, StrategyError
@@ -32,7 +32,7 @@ from autopar.runtime.agreement.turn import in_turn
 from autopar.runtime.border.border import Border
 from autopar.runtime.border.gradient_hooks import reads_gradients
 from autopar.runtime.border.linked_results import with_links
-from autopar.runtime.border.loop_checks import check_not_wrapped, check_prepared
+from autopar.runtime.border.loop_checks import check_arguments, check_not_wrapped, check_prepared
 from autopar.runtime.fallback import average_over_batch, explaining_row_errors
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.parameters.remote import check_no_values_needed
@@ -204,7 +204,7 @@ class DistributedModule(StatefulModule):
             check_not_wrapped()
             self._was_called = True
         leaves, structure = flatten((args, kwargs))
-        check_no_hidden_tensors(leaves)
+        check_arguments(leaves)
         if self.plan is not None:
             self.materialize_parameters()
         if not self._fallback:

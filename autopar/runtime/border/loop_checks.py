@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.errors import StrategyError
+from autopar.common.containers import check_no_hidden_tensors
+from autopar.errors import BatchError, StrategyError
 from autopar.runtime.options import Options
 
 
@@ -33,6 +36,20 @@ def check_prepared(options: Options) -> None:
         raise StrategyError(
             f"mixed_precision={mixed!r} of the Accelerator has no effect on a compiled model. Give "
             f"autopar.compile precision={mixed!r}, or leave it out of the Accelerator."
+        )
+
+
+def check_arguments(leaves: Sequence[Any]) -> None:
+    """Checks the arguments of a call.
+
+    Raises:
+        BatchError: one hides tensors, or holds no values.
+    """
+    check_no_hidden_tensors(leaves)
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+        raise BatchError(
+            "an argument of the model is on the meta device, which holds no values. Give tensors "
+            "with values; `autopar.plan` plans without them."
         )
 
 
