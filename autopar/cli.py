@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     try:
-        options = parser().parse_args(words[:end])
+        options, unknown = parser().parse_known_args(words[:end])
+        if unknown:
+            also = ""
+            if words[0] in ("run", "plan", "verify", "profile") and end == len(words):
+                also = f"; arguments of the script stand behind --: -- {' '.join(unknown)}"
+            parser().error(f"unrecognized arguments: {' '.join(unknown)}{also}")
     except SystemExit as stop:  # argparse has printed the error
         return int(stop.code or 0)
     options.rest = words[end + 1 :]

@@ -131,6 +131,13 @@ def test_bad_plans_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_arguments_of_the_script_stand_behind_two_dashes(
+    make: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(make), "--nproc", "1", "--lr", "0.1"]) == 2
+    assert "arguments of the script stand behind --: -- --lr 0.1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

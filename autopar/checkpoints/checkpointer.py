@@ -86,7 +86,7 @@ class Checkpointer:
         count("keep", keep)
         if isinstance(model, DistributedModule) and model.plan is None and is_multi_rank():
             raise StrategyError(
-                "this model has no plan yet, so its parameters lie nowhere: give compile "
+                "this model has no plan yet, so nobody knows which rank holds what: give compile "
                 "example_inputs=, or call the model once before Checkpointer"
             )
         self.every = every

@@ -99,7 +99,7 @@ def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
     add(
         "--strategy",
         default=default,
-        help="fastest, auto (no pipelines), ddp, zero1, zero2, zero3",
+        help="fastest, auto (no pipelines), ddp, zero1, zero2, zero3 (default: %(default)s)",
     )
     add("--tp", type=ranks, help="tensor-parallel ranks")
     add("--cp", type=ranks, help="context-parallel ranks: only activations are sharded")
@@ -144,6 +144,8 @@ def run(options: argparse.Namespace) -> None:
         plan.save(options.out)
     if options.html:
         plan.report(options.html)
+    if written := [path for path in (options.out, options.html) if path]:
+        print(f"wrote {' and '.join(written)}", file=sys.stderr)
 
 
 def strategy_of(options: argparse.Namespace) -> Strategy:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from autopar.commands.plan import add_strategy, strategy_of
 from autopar.commands.script import add_script, default_processes, has_make, launch, load
 from autopar.common.world import rank
 from autopar.environment import PLAIN, asks_for_plain
-from autopar.errors import StrategyError
+from autopar.errors import FallbackWarning, StrategyError
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.script_record import Summary, record_script
@@ -139,6 +140,8 @@ def run_rank(folder: Path) -> int:
     """Runs one rank; rank 0 prints and writes the verdict."""
     options = argparse.Namespace(**json.loads((folder / "options").read_text()))
     if options.loop:
+        if asks_for_plain():  # this command does, not the user
+            warnings.simplefilter("ignore", FallbackWarning)
         return record_rank(options, folder / RUNS[asks_for_plain()])
     if (device := default_device()).type == "cuda":
         torch.cuda.set_device(device)  # of a make() that says "cuda"

@@ -193,7 +193,8 @@ def check_plan(
     if plan.world_size != world_size:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks, but {world_size} are running. "
-            "Plan again, or launch that many."
+            f"Plan for {world_size} (autopar plan --world-size {world_size}), or launch "
+            f"{plan.world_size}."
         )
     if plan.fingerprint != ours:
         sizes = dict(plan.parameter_bytes)

@@ -119,7 +119,7 @@ def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
     if fast is not None:
         yield f"  with links {fast[0]:.2g} times as fast or faster: {fast[1].name}"
     if alternatives and slow is None and fast is None:
-        names, rates = ", ".join(o.name for o in alternatives), [rate for rate, _ in p.at_rates]
+        names, rates = "; ".join(o.name for o in alternatives), [rate for rate, _ in p.at_rates]
         low, high = rates[0], rates[-1]
         yield f"  from {low:g} to {high:g} of the links' rate it stays ahead of {names}"
 

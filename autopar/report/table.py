@@ -102,10 +102,10 @@ def predicted(plan: PlanSpec) -> list[str]:
     return [
         *_throughput(plan, p),
         f"predicted step {duration(p.step_s)}: compute {duration(p.compute_s)}, "
-        f"communication {duration(p.communication_s)}, of it exposed "
+        f"messages {duration(p.communication_s)}, waits for them and other ranks "
         f"{duration(p.exposed_s)}, "
         f"optimizer {duration(p.update_s)}",
-        *([f"exposed because of: {causes}"] if causes else []),
+        *([f"waits because of: {causes}"] if causes else []),
         f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
         f"{memory_text(p.memory)}",
         f"reserved for them {human_bytes(p.reserved_bytes)}, as torch's allocator does{context}",

@@ -243,5 +243,5 @@ def check_runs(
     except Exception as error:
         raise ModelError(
             f"your model raised {type(error).__name__}{user_frame(error)}: {first_line(error)}. "
-            f"{type(model).__name__} does so without autopar too."
+            "The plain model raises it, too."
         ) from error

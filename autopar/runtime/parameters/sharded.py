@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import OpOverload, local_tensor, pytree
-from autopar.errors import StrategyError
+from autopar.common.notices import warn_once
+from autopar.errors import AutoparWarning, StrategyError
 from autopar.runtime.parameters.dtensor_layout import dtensor_from_local, is_sharded, local_shard
 from autopar.runtime.parameters.sharded_norm import LazyNorm
 from autopar.runtime.parameters.sharded_view import Root, views_of
@@ -128,6 +129,13 @@ class ShardedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a DTensor, which any process can load."""
+        warn_once(
+            AutoparWarning,
+            "a sharded tensor is pickled: the file has this rank's part of it alone. One file of "
+            "whole tensors is torch.save of model.full_state_dict() and "
+            "model.full_optimizer_state_dict(optimizer), which all ranks call. "
+            "autopar.Checkpointer saves the parts of all ranks.",
+        )
         return DTensor(self._local_tensor, self._spec, requires_grad=False).__reduce_ex__(protocol)
 
 

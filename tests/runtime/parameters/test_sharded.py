@@ -1,5 +1,7 @@
 """Whatever a loop reads of a sharded tensor, or writes to it, is as on one device."""
 
+import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.errors import DisagreementError, StrategyError
+from autopar.errors import AutoparWarning, DisagreementError, StrategyError
 from autopar.runtime.parameters.sharded import ShardedTensor, distribute_replicated
 from tests.harness.worlds import run
 
@@ -160,3 +162,19 @@ def copy_alone(rank: int, world_size: int) -> list[int]:
 
 def test_a_rank_that_copies_alone() -> None:
     assert run(copy_alone, 2) == [[7, 4]] * 2
+
+
+def pickle_alone(rank: int, world_size: int) -> list[str]:
+    p = distribute_replicated(VALUES, init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 0:
+            torch.save({"p": p}, io.BytesIO())
+    return [str(w.message) for w in caught if issubclass(w.category, AutoparWarning)]
+
+
+def test_a_rank_that_pickles_its_part_is_warned() -> None:
+    on_rank0, on_rank1 = run(pickle_alone, 2)
+    assert len(on_rank0) == 1
+    assert "this rank's part of it alone" in on_rank0[0]
+    assert not on_rank1
