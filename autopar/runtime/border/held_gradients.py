@@ -25,7 +25,7 @@ from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 from autopar.runtime.border.closures import after_gradients
-from autopar.runtime.parameters.sharded import in_layout_of
+from autopar.runtime.parameters.sharded import ShardedTensor, in_layout_of
 
 aten = torch.ops.aten
 
@@ -55,16 +55,34 @@ class _Held:
         assert self.reduced is not None
         return self.reduced
 
+    def settle(self) -> None:
+        """Adds the held part to the gradient that a loop kept from before.
+
+        Raises:
+            StrategyError: `.grad` is another one since.
+        """
+        if not self.is_current:
+            raise StrategyError(
+                "a gradient from before no_sync() is used, of which a part was held back when "
+                "the parameter's grad was replaced. Read it before, or replace it outside."
+            )
+        self.holder.reduce()
+
     def discard(self) -> None:
         """Makes the gradient zeros."""
-        self.own, self.reduced = None, torch.zeros_like(self.parameter.detach())
+        self.own = None
+        if self.reduced is None:
+            self.reduced = torch.zeros_like(self.parameter.detach())
+        else:  # a loop may have kept it
+            _settle(self.reduced).zero_()
         if getattr(self.parameter.grad, "_held", None) is self:
             self.parameter.grad = self.reduced
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds what autograd accumulates beside calls of the model."""
         if self.reduced is not None:
-            self.reduced.add_(gradient)
+            _settle(self.reduced).add_(gradient)
+            _unsettle(self)
         else:
             self.reduced = gradient.detach().clone()
 
@@ -97,6 +115,50 @@ class HeldGradient(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"HeldGradient(shape={list(self.shape)}, until a call outside of no_sync())"
+
+
+def _unsettle(held: _Held) -> None:
+    """Lets a gradient that a loop kept from before tell where it is used.
+
+    On one device it still is the parameter's `.grad`, to which the held part was added.
+    """
+    kept = held.reduced
+    if kept is not None and type(kept) in (torch.Tensor, ShardedTensor):
+        kept.__class__ = _KEPT[type(kept)]
+        kept._held = held  # type: ignore[attr-defined]
+
+
+def _settle(kept: torch.Tensor) -> torch.Tensor:
+    """The gradient as a plain one again."""
+    if isinstance(kept, _Kept):
+        del kept._held
+        kept.__class__ = type(kept).plain  # type: ignore[assignment]
+    return kept
+
+
+class _Kept:
+    """A gradient from before `no_sync`, while a part to add to it is held back."""
+
+    plain: type[torch.Tensor]
+    _held: _Held
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Kept):
+                leaf._held.settle()
+        return func(*args, **(kwargs or {}))
+
+
+class _KeptTensor(_Kept, torch.Tensor):
+    plain = torch.Tensor
+
+
+class _KeptShard(_Kept, ShardedTensor):
+    plain = ShardedTensor
+
+
+_KEPT = {kind.plain: kind for kind in (_KeptTensor, _KeptShard)}
 
 
 def _are_alike(one: Any, other: Any) -> bool:
@@ -143,6 +205,7 @@ class HeldGradients:
         # programs expect these strides
         self._held[name] = made = _Held(parameter, gradient.contiguous(), parameter.grad, self)
         parameter.grad = HeldGradient(made)
+        _unsettle(made)
 
     def reduce(self) -> None:
         """Makes all of them gradients of all ranks; every rank does so at once.
@@ -169,7 +232,7 @@ class HeldGradients:
                 assert held.own is not None
                 total = sum_over_data_axes(held.own, held.parameter, self.mesh)
                 # a loop may have kept the gradient, which stays the same object on one device
-                held.reduced = total if held.reduced is None else held.reduced.add_(total)
+                held.reduced = total if held.reduced is None else _settle(held.reduced).add_(total)
                 held.parameter.grad, held.own = held.reduced, None
 
     def take(self, name: str) -> torch.Tensor | None:
@@ -177,7 +240,7 @@ class HeldGradients:
         held = self._held.pop(name, None)
         if held is None or not held.is_current:
             return None
-        held.parameter.grad = held.reduced
+        held.parameter.grad = None if held.reduced is None else _settle(held.reduced)
         return held.own
 
 

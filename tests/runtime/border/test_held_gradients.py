@@ -244,6 +244,39 @@ def test_changes_of_them_in_place() -> None:
     run(change_in_place, 2)
 
 
+def use_kept(model: Any, is_compiled: bool) -> None:
+    """Gradients that a loop keeps are read and changed while parts of them are held back."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    changes: list[Callable[[Tensor], Any]] = [
+        lambda g: g.mul_(0.5),
+        lambda g: g.masked_fill_(g > 0, 0.0),
+        lambda g: g.div_(g.norm()),
+        lambda g: g.zero_(),
+        lambda g: None,
+    ]
+    for step, change in enumerate(changes):
+        model(*batch(step)).backward()
+        kept = [p.grad for p in model.parameters()]
+        with model.no_sync() if is_compiled else contextlib.nullcontext():
+            model(*batch(10 + step)).backward()
+            for gradient in kept:
+                change(gradient)
+            model(*batch(20 + step)).backward()
+        model(*batch(30 + step)).backward()
+        assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def use_kept_gradients(rank: int, world_size: int) -> None:
+    for strategy in ("ddp", "zero2", "zero3"):
+        train_both(use_kept, strategy, world_size)
+
+
+def test_gradients_that_a_loop_keeps() -> None:
+    run(use_kept_gradients, 2)
+
+
 def train_by_closures(model: Any, is_compiled: bool) -> None:
     """The last micro-batch of each window runs inside of the optimizer's step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
