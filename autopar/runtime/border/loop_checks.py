@@ -46,7 +46,8 @@ def check_arguments(leaves: Sequence[Any]) -> None:
         BatchError: one hides tensors, or holds no values.
     """
     check_no_hidden_tensors(leaves)
-    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+    # parameters of other stages are on the meta device, too: they have an error of their own
+    if any(type(leaf) is torch.Tensor and leaf.is_meta for leaf in leaves):
         raise BatchError(
             "an argument of the model is on the meta device, which holds no values. Give tensors "
             "with values; `autopar.plan` plans without them."
