@@ -41,10 +41,11 @@ class Record:
             own, others = getattr(self, kind), getattr(other, kind)
             assert own.keys() == others.keys(), f"{kind}: {sorted(own.keys() ^ others.keys())}"
             pairs[kind] = [(own[name], others[name]) for name in others]
-        return {kind: max(map(_difference, found), default=0.0) for kind, found in pairs.items()}
+        return {kind: max(map(difference, found), default=0.0) for kind, found in pairs.items()}
 
 
-def _difference(pair: tuple[Any, Any]) -> float:
+def difference(pair: tuple[Any, Any]) -> float:
+    """The relative difference of a figure from the one wanted; infinite where it is no number."""
     got, want = (torch.as_tensor(value, dtype=torch.float64) for value in pair)
     assert got.shape == want.shape, f"shapes differ: {tuple(got.shape)}, {tuple(want.shape)}"
     error, norm = (got - want).norm().item(), want.norm().item()

@@ -3,7 +3,7 @@
     python -m benchmarks.scripts --plans ddp,zero3
 
 Weights and data are float64. A run is exact if the weights that it ends with differ by at most
-1e-6 of what training changed: some losses of transformers and trl are computed in float32.
+1e-6 of their size: some losses of transformers and trl are computed in float32.
 The exit status is 1 if a run differs or ends in an error that is not autopar's.
 """
 
@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from benchmarks.integrations.record import difference
 from benchmarks.report import about, save, wide_console
 from benchmarks.scripts.train import SCRIPTS, train
 from tests.harness import worlds
@@ -38,7 +39,7 @@ class Row:
     Attributes:
         kind: the library, and what of it the script uses.
         difference: largest relative difference of a weight from the library's run on one process.
-        change: largest relative change of a weight by that run: a script that trains nothing shows.
+        change: largest relative change of a weight by that run, 0 if nothing was trained.
         error: the error that ended the run, if any.
         warnings: beginnings of autopar's warnings.
     """
@@ -72,14 +73,7 @@ class FirstWeights:
 
     def change(self) -> float:
         """Largest relative change since."""
-        return max((_difference(now.detach(), first) for now, first in self.pairs), default=0.0)
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    if not other.is_floating_point():
-        return float(not one.equal(other))
-    error, norm = (one - other).norm().item(), other.norm().item()
-    return error / norm if norm > 1e-9 else error
+        return max((difference((now.detach(), first)) for now, first in self.pairs), default=0.0)
 
 
 def compare(number: int, names: list[str]) -> list[Row]:
@@ -93,7 +87,7 @@ def compare(number: int, names: list[str]) -> list[Row]:
         handle.remove()
         change, rows = first.change(), []
         for name in names:
-            begun, error, told, difference = time.monotonic(), "", (), math.inf
+            begun, error, told, worst = time.monotonic(), "", (), math.inf
             try:
                 given: dict[str, Any] = {"number": number, "plan": name}
                 found = worlds.run(train, 2, timeout=900, folder=f"{folder}/{name}", **given)
@@ -104,13 +98,13 @@ def compare(number: int, names: list[str]) -> list[Row]:
                 told, error = found[0].warnings, found[0].error
                 if not error:
                     assert found[0].weights.keys() == plain.weights.keys(), script
-                    difference = max(
-                        _difference(outcome.weights[weight], value)
+                    worst = max(
+                        difference((outcome.weights[weight], value))
                         for outcome in found
                         for weight, value in plain.weights.items()
                     )
             seconds = round(time.monotonic() - begun, 1)
-            rows.append(Row(script.__name__, kind, name, difference, change, error, told, seconds))
+            rows.append(Row(script.__name__, kind, name, worst, change, error, told, seconds))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`Run`: one script's settings, plain or under a plan, and the weights that it ends with."""
+"""`Run`: one script's settings, plain or under a plan, and the data of all scripts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from autopar.integrations.transformers import AutoparTrainerMixin
 from autopar.plan.strategy import Strategy
-from benchmarks.integrations.record import quieten, whole_weights
 
 WORDS = tuple(f"w{index}" for index in range(40))
 
@@ -69,12 +68,6 @@ class Run:
             "save_strategy": "no",
             **settings,
         }
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole weights of a trained model, by name."""
-    quieten()
-    return whole_weights(model)
 
 
 def sentences(count: int, seed: int = 0, labels: int = 3) -> Dataset:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from benchmarks.integrations.record import forget_accelerator
+from benchmarks.integrations.record import forget_accelerator, whole_weights
 from benchmarks.scripts import loops, trainers
-from benchmarks.scripts.run import Run, weights
+from benchmarks.scripts.run import Run
 from tests.harness.training import fixed
 
 SCRIPTS: tuple[Callable[[Run], nn.Module], ...] = (
@@ -62,7 +62,7 @@ def train(rank: int, ranks: int, number: int, plan: str, folder: str) -> Outcome
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = weights(SCRIPTS[number](Run(folder, ranks, PLANS.get(plan))))
+            found = whole_weights(SCRIPTS[number](Run(folder, ranks, PLANS.get(plan))))
         except AutoparError as raised:
             error = f"autopar.{type(raised).__name__}: {raised}"
     own = (w for w in caught if w.category.__module__.startswith("autopar"))
