@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch import _functionalize_mutation_counter as count_mutations
 from torch import _is_functional_tensor as is_functional
 from torch._C import _AutoDispatchBelowAutograd as skip_autograd
+from torch._C import _current_graph_task_id as current_backward
 from torch._C import _dispatch_dump as registrations_of
 from torch._C import _will_engine_execute_node as will_run
 from torch._C._autograd import _disable_profiler_legacy as disable_profiler
@@ -170,6 +172,8 @@ without_torch_function = torch._C.DisableTorchFunction
 """Context manager: functions of torch run without modes that replace them."""
 
 GROUPED_MM = torch._grouped_mm
+live_storage = torch.UntypedStorage._new_with_weak_ptr
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 FUSED_ATTENTION = torch._C._SDPBackend.FLASH_ATTENTION.value
 """Number of the flash kernels among the kernels of attention."""
 
@@ -260,20 +264,18 @@ def without_onednn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def count_checkpoint_calls() -> Iterator[list[object]]:
-    """Yields a list with the function of every `torch.utils.checkpoint.checkpoint` call inside."""
-    calls: list[object] = []
+def around_checkpoints(around: Callable[[], Any]) -> Iterator[None]:
+    """Enters `around()` while a function that `torch.utils.checkpoint` got runs at first."""
     name = "_checkpoint_without_reentrant_generator"
     name += "_impl" if hasattr(checkpoint, f"{name}_impl") else ""  # since torch 2.14
     begin = getattr(checkpoint, name)
 
-    @functools.wraps(begin)
-    def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(function)
-        return begin(function, *args, **kwargs)
+    def steps(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with around():
+            yield from begin(*args, **kwargs)
 
-    with patched(checkpoint, name, counted):
-        yield calls
+    with patched(checkpoint, name, steps):
+        yield
 
 
 def inductor_compile(
@@ -301,8 +303,7 @@ def inductor_compile(
 
     options = config.patch(reorder_for_peak_memory=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # inductor keeps its example inputs alive
-    fake = [mode.from_tensor(tensor) for tensor in examples]
+    fake = [mode.from_tensor(x) for x in examples]  # inductor keeps its examples alive
     with tracing(TracingContext(mode)), options:
         return compile_fx(module, [fake], inner_compile=inner)  # type: ignore[list-item, return-value]
 
@@ -402,8 +403,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 def skip_rendezvous_stacks() -> None:
     """Keeps torch's rendezvous from reading its own stack at every step, for events' names.
 
-    Where many modules are loaded a step takes so long that others change the shared state
-    meanwhile, and nodes on a busy machine never join.
+    It takes so long with many modules loaded that nodes on a busy machine never join.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 

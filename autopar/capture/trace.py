@@ -36,10 +36,20 @@ from autopar.capture.state.variables import Variable
 from autopar.capture.symbolic_sizes import SymbolicSizes, inline_sizes
 from autopar.capture.traced_call import TracedCall
 from autopar.capture.values.argument_reads import Readings
+from autopar.capture.values.checkpoint_calls import (
+    CheckpointCalls,
+    without_reentrant_checkpoints,
+)
 from autopar.capture.values.compiler_branches import CompilerBranches, Site
 from autopar.capture.values.replay import NO_STEPS, Replay
 from autopar.common.notices import warn_once
-from autopar.errors import AutoparError, AutoparWarning, CaptureError, StrategyError
+from autopar.errors import (
+    AutoparError,
+    AutoparWarning,
+    CaptureError,
+    NumericsWarning,
+    StrategyError,
+)
 from autopar.formatting import first_line
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.placement import Shard
@@ -134,15 +144,11 @@ def capture(
     _load_tracer()
     arguments = model, call, parameters, device, all_tangents, loss_fn, differentiate
     random_state = _random_state()
-    with _torch.count_checkpoint_calls() as checkpoints:
+    checkpoints = CheckpointCalls(model)
+    with checkpoints.recording():
         make, traced, module = _trace_plain_branches(arguments, StatePolicy(lifted))
-    if checkpoints:
-        warn_once(
-            AutoparWarning,
-            f"{type(model).__name__} calls torch.utils.checkpoint, which has no effect in a "
-            "captured graph: the plan decides which activations are computed again. Give "
-            'autopar.compile memory=, or Strategy(recompute="selective" or "full").',
-        )
+    if checkpoints.count:
+        _tell_of_checkpoints(model, sorted(checkpoints.changed_buffers) if differentiate else [])
     if _random_state() != random_state:
         raise CaptureError(
             f"{type(model).__name__} draws numbers from Python's or numpy's `random` while it "
@@ -153,6 +159,25 @@ def capture(
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
     return _capture_of(traced, module)
+
+
+def _tell_of_checkpoints(model: nn.Module, changed_buffers: Sequence[str]) -> None:
+    warn_once(
+        AutoparWarning,
+        f"{type(model).__name__} calls torch.utils.checkpoint, which has no effect in a "
+        "captured graph: the plan decides which activations are computed again. Give "
+        'autopar.compile memory=, or Strategy(recompute="selective" or "full").',
+    )
+    if changed_buffers:
+        others = len(changed_buffers) - 1
+        more = f" (and {others} more)" if others else ""
+        warn_once(
+            NumericsWarning,
+            f"{changed_buffers[0]}{more} changes inside torch.utils.checkpoint. One device changes "
+            "it twice a step, in forward and where backward computes forward again; autopar "
+            "changes it once. Outputs in evaluation mode differ from one device. They agree "
+            "without checkpoint: autopar's plan decides what is computed again.",
+        )
 
 
 def capture_symbolically(
@@ -345,6 +370,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(_torch.without_effect_tokens())
             stack.enter_context(_torch.backward_without_autocast())
             stack.enter_context(kernels_before_formulas())
+            stack.enter_context(without_reentrant_checkpoints())
             stack.enter_context(traced.backward.recording())
             inputs = tuple(traced.inputs)
             joint = aot_export_joint_with_descriptors(

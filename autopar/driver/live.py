@@ -48,7 +48,11 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
-from autopar.runtime.fallback import describe_fallback_differences, wrap_with_ddp_or_fsdp
+from autopar.runtime.fallback import (
+    check_can_fall_back,
+    describe_fallback_differences,
+    wrap_with_ddp_or_fsdp,
+)
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.planned_module import CaptureFunction
 from autopar.runtime.process_groups import make_mesh
@@ -187,6 +191,7 @@ class LivePlanner:
 
         Raises:
             CaptureError: fallbacks are not allowed.
+            StrategyError: fully_shard cannot take over.
         """
         if not self.fallback:
             raise reason
@@ -200,6 +205,7 @@ class LivePlanner:
         shard = bool(problem.strategy.zero)
         if problem.strategy.zero is None:
             shard = problem.memory is not None and needed > problem.memory
+        check_can_fall_back(model, reason, shard=shard)
         name = "fully_shard" if shard else "DistributedDataParallel"
         divides = problem.strategy.model_parallel_size * problem.strategy.pp_size > 1
         undivided = " and does not divide the model" if divides else ""

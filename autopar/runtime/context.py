@@ -54,12 +54,14 @@ from autopar.runtime.agreement.transforms import tell_of_modes
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
+from autopar.runtime.border.outside_gradients import OutsideGradients
 from autopar.runtime.codegen.program import LoweringOptions, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.parameters.remote import as_remote
 from autopar.runtime.parameters.sharded import in_layout_of
+from autopar.runtime.parameters.shared_memory import check_given_memory
 from autopar.runtime.rng import RandomStream
 
 MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
@@ -123,6 +125,7 @@ class ExecutionContext:
         groups: name of the process group of each axis and level, by axis name.
         world: process group of all ranks, for pipelines; None for the default one.
         held_gradients: gradients of calls inside `no_sync`.
+        outside_gradients: gradients that the loop computes beside calls.
         captures: capture of each kind of call.
         planning_captures: captures made while planning, reused for all numbers of slices.
         all_tangents: whether every output may receive a gradient.
@@ -143,6 +146,7 @@ class ExecutionContext:
     groups: Mapping[str, str] = field(default_factory=dict)
     world: dist.ProcessGroup | None = None
     held_gradients: HeldGradients = field(default_factory=HeldGradients)
+    outside_gradients: OutsideGradients = field(default_factory=OutsideGradients)
     compression_state: CompressionState = field(default_factory=CompressionState)
     captures: BoundedCache[Capture] = field(default_factory=BoundedCache)
     planning_captures: dict[Any, Capture] = field(default_factory=dict)
@@ -175,6 +179,7 @@ class ExecutionContext:
         tell_of_modes()
         if self.guards.update():
             self.__dict__.pop("index", None)
+        check_given_memory(self.index.local.items())
 
     @property
     def trained_here(self) -> dict[str, bool]:
@@ -192,6 +197,7 @@ class ExecutionContext:
         """Drops the index and guards after parameters were replaced."""
         self.__dict__.pop("index", None)
         self.guards.invalidate()
+        self.outside_gradients.watch(self.index.local, self.options, self.plan)
 
     def write_buffers(self, updates: Mapping[str, torch.Tensor], rebound: frozenset[str]) -> None:
         """Writes new values of buffers in place, or as new tensors where forward assigns one."""
@@ -339,14 +345,9 @@ class ExecutionContext:
 
     def lowering_options(self, no_sync: bool, unreduced: tuple[str, ...]) -> LoweringOptions:
         assert self.plan is not None
+        backend = backend_of(self.device)
         return LoweringOptions(
-            self.plan,
-            rank(),
-            backend_of(self.device),
-            self.groups,
-            self.options.backend,
-            no_sync,
-            unreduced,
+            self.plan, rank(), backend, self.groups, self.options.backend, no_sync, unreduced
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

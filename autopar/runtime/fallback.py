@@ -19,6 +19,7 @@ from autopar._torch import DataDependentOutputException, DynamicOutputShapeExcep
 from autopar.capture.call import BatchShard
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import user_frame
+from autopar.capture.values.checkpoint_calls import without_reentrant_checkpoints
 from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
@@ -32,23 +33,24 @@ from autopar.runtime.replicated_model import ReplicatedModel
 _TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
+def check_can_fall_back(model: nn.Module, reason: CaptureError, *, shard: bool) -> None:
+    """Raises StrategyError if parameters that an optimizer may hold would be sharded anew."""
+    if shard and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise StrategyError(
+            f"{reason} An optimizer may hold shards of the parameters already, so that fully_shard "
+            'cannot train the model instead. Change forward, give strategy="ddp", or give '
+            "autopar.compile example_inputs."
+        ) from reason
+
+
 def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
     """The model under DDP, or under fully_shard block by block.
 
     Blocks that share a parameter are sharded together with the root module.
-
-    Raises:
-        StrategyError: parameters that an optimizer may hold as DTensors would be sharded.
     """
-    has_dtensors = any(isinstance(p, DTensor) for p in model.parameters())
     if not shard:
+        has_dtensors = any(isinstance(p, DTensor) for p in model.parameters())
         return ReplicatedModel(model) if has_dtensors else with_ddp(model)
-    if has_dtensors:
-        raise StrategyError(
-            "this model cannot be captured, and an optimizer may hold its shards already, so that "
-            "fully_shard cannot take over. Change the line that the error above names, give "
-            'strategy="ddp", or give autopar.compile example_inputs.'
-        )
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     blocks = list(find_separate_blocks(model))
     for block in blocks:
@@ -186,10 +188,15 @@ class _Weighted(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def explaining_row_errors(ranks: int) -> Iterator[None]:
-    """Raises BatchError for an error of a model that runs on a rank's rows alone."""
+def running_rows(ranks: int) -> Iterator[None]:
+    """Runs a model on a rank's rows, under checkpoints that DDP and fully_shard can follow.
+
+    Raises:
+        BatchError: the model raises on several ranks.
+    """
     try:
-        yield
+        with without_reentrant_checkpoints():
+            yield
     except AutoparError:
         raise
     except Exception as error:

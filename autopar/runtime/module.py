@@ -33,7 +33,7 @@ from autopar.runtime.border.border import Border
 from autopar.runtime.border.gradient_hooks import reads_gradients
 from autopar.runtime.border.linked_results import with_links
 from autopar.runtime.border.loop_checks import check_arguments, check_not_wrapped, check_prepared
-from autopar.runtime.fallback import average_over_batch, explaining_row_errors
+from autopar.runtime.fallback import average_over_batch, running_rows
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.parameters.remote import check_no_values_needed
 from autopar.runtime.parameters.sharded_norm import total_norm
@@ -302,7 +302,7 @@ class DistributedModule(StatefulModule):
         args, kwargs = pytree.tree_unflatten(leaves, shard.call.structure)
         hold = getattr(inner, "no_sync", None) if self._no_sync else None
         held_back = contextlib.nullcontext() if hold is None else hold()
-        with held_back, self._context.autocast(), explaining_row_errors(options.ranks):
+        with held_back, self._context.autocast(), running_rows(options.ranks):
             if options.loss_fn is None:
                 result = inner(*args, **kwargs)
             else:

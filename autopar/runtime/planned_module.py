@@ -27,6 +27,7 @@ from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients
+from autopar.runtime.border.outside_gradients import OutsideGradients
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, MakeStrategies
 from autopar.runtime.fallback import check_runs
@@ -174,7 +175,7 @@ class PlannedModule(nn.Module):
             mesh = make_mesh(self._context.device, ((DATA_AXIS, self._options.ranks),))
             assert mesh is not None
             as_dtensors(self, mesh)
-            self._context.reindex_model()
+        self._context.reindex_model()
 
     def materialize_parameters(self) -> None:
         """Gives parameters and buffers without values their values; all ranks call this at once.
@@ -252,6 +253,7 @@ class PlannedModule(nn.Module):
             self._context.options = replace(self._options, model_parallel_size=1, pp_size=1)
             with keep_random_state(self._context.device):
                 self._fallback = (self._make_fallback(self._wrapped[0], error),)
+            self._context.outside_gradients.stop()
             self._context.reindex_model()
 
     def apply_plan(self, plan: Plan) -> None:
@@ -274,9 +276,9 @@ class PlannedModule(nn.Module):
         with keep_random_state(context.device):  # sharding by DTensor draws from it
             run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
             run_on_all_ranks(lambda: store_parameters(self._wrapped[0].parameters(), plan))
+        self.plan = context.plan = plan
         context.reindex_model()
         context.planning_captures.clear()
-        self.plan = context.plan = plan
         context.mesh = mesh
         context.compression_state = CompressionState.of_plan(
             plan, context.parameters, rank(), context.device
@@ -361,6 +363,7 @@ class PlannedModule(nn.Module):
             model=model,
             rng=copy.deepcopy(context.rng, memo),
             held_gradients=HeldGradients(),
+            outside_gradients=OutsideGradients(),
             compression_state=context.compression_state.copy(),
         )
         made._context.guards = context.guards.copy_for(model)

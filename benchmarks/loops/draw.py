@@ -60,7 +60,8 @@ def train_plain(recipe: Recipe, noise: float = 0.0, seed: int = 0) -> Observed:
     model, generator = recipe.make(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
-            parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.mul_(1 + noise * drawn)
     if recipe.casts_forward:
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     values = Loop(recipe, model, elements_of(recipe), lambda other: other).run()

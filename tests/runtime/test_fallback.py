@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import FallbackWarning
@@ -15,7 +16,10 @@ from tests.harness.worlds import run
 
 
 class Branching(nn.Module):
-    """A model that asks for the value of a tensor; a ModuleList so that it has blocks."""
+    """A model that asks for the value of a tensor; a ModuleList so that it has blocks.
+
+    A reentrant checkpoint makes gradients of a block inside of the backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +28,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if x.grad_fn is None else checkpoint(block, x, use_reentrant=True)
             if x.abs().max() > 1e3:
                 x = x / 2
         return x.square().mean()

@@ -46,12 +46,15 @@ class Channel:
     """A process group over which all ranks exchange records.
 
     Attributes:
+        averages_gradients: whether a model has `batch="local"`, so that a gradient that the loop
+            computes beside its calls may be that of this rank's rows.
         turn: lets one thread at a time use it, and modules that do.
     """
 
     rows: RowExchange
     num_exchanges: int = 0
     num_modules: int = 0
+    averages_gradients: bool = False
     finish_pending: Callable[[], Exchanged] | None = None
     turn: Turn = field(default_factory=Turn)
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from autopar.runtime.context import ExecutionContext
 
 CALL_ADVICE = "Call the model alike on every rank."
+NUMBER_ADVICE = "A number that may differ, such as mixup's weight, is to be a tensor."
 SEED_ADVICE = (
     "But batch='global' means that every rank is given the same one and takes its own rows. Seed "
     "the sampler alike on all ranks, or use batch='local' and let each rank bring its rows."
@@ -322,10 +323,11 @@ def call_entries(
     # torch's DDP takes any sizes
     sizes = "" if options.ragged or has_fallback else _sizes(shard.call)
     batch_advice = SEED_ADVICE if is_global else PEERS_ADVICE
+    argument_advice = CALL_ADVICE if is_global else f"{CALL_ADVICE} {NUMBER_ADVICE}"
     return [
         Entry("call in another mode", _mode(context.index.modules), advice=CALL_ADVICE),
         Entry("call under another no_sync()", sync, advice=CALL_ADVICE),
-        Entry("call with other arguments", arguments, advice=CALL_ADVICE),
+        Entry("call with other arguments", arguments, advice=argument_advice),
         Entry("brought another number of rows", rows, advice=ROWS_ADVICE, error=BatchError),
         Entry(
             "were given different batches",

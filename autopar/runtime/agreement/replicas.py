@@ -166,7 +166,7 @@ def compare_replicas(
     own = dict(replicas.all(optimizer))
     groups = (stage, hyperparameters(optimizer)) if optimizer is not None else ("", "")
     gathered: list[Any] = gather_objects(
-        ({key: _checksum(part) for key, part in own.items()}, groups), event
+        ({key: checksum(part) for key, part in own.items()}, groups), event
     )
     first, differing = _differing([checksums for checksums, _ in gathered])
     compared = list(differing.items()) if tolerance else list(differing.items())[:MAX_NAMED]
@@ -213,6 +213,7 @@ def _distance(part: torch.Tensor, other: torch.Tensor) -> float:
     return float((part.double() - other.double()).abs().max())
 
 
-def _checksum(part: torch.Tensor) -> int:
+def checksum(part: torch.Tensor) -> int:
+    """A number that almost surely differs for other values or another shape."""
     data = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(data.data, zlib.crc32(str(tuple(part.shape)).encode()))

@@ -113,6 +113,11 @@ class HeldGradient(torch.Tensor):
             return args[0]
         return func(*pytree.tree_map(_read, tuple(args)), **pytree.tree_map(_read, kwargs or {}))
 
+    @property
+    def reduced(self) -> torch.Tensor | None:
+        """The gradient of all ranks, to which the part that is held back will be added."""
+        return self._held.reduced
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"HeldGradient(shape={list(self.shape)}, until a call outside of no_sync())"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from autopar._torch import hide_saved_tensors_hooks
 
 
@@ -13,12 +15,13 @@ def apart_from_hooks() -> Iterator[None]:
     """Hides the loop's hooks on saved tensors, such as those of `torch.utils.checkpoint`.
 
     Tracing a model saves tensors too. A checkpoint would count them as the call's, and stop the
-    trace when it has seen enough.
+    trace when it has seen enough. Anomaly detection would look for NaN in what planning measures.
     """
     # hooks of ours above the loop's would do, too, but torch carries hooks to gloo's threads, which
     # then wait for Python's lock under a profiler
     before = hide_saved_tensors_hooks(True)
     try:
-        yield
+        with torch.autograd.set_detect_anomaly(False):
+            yield
     finally:
         hide_saved_tensors_hooks(before)

@@ -29,6 +29,7 @@ from autopar.runtime.parameters.optimizers import (
     refuse_stale_optimizers,
 )
 from autopar.runtime.parameters.sharded import as_sharded, distribute_replicated
+from autopar.runtime.parameters.shared_memory import GivenMemory
 
 
 def check_plain(model: nn.Module) -> None:
@@ -150,12 +151,15 @@ def distribute_parameters(
             placements = torch_placements(layouts[name], mesh)
             assert isinstance(parameter, DTensor)
             if parameter.device_mesh != mesh or parameter.placements != placements:
-                part = distribute_replicated(local_part(parameter.detach()), mesh, placements)
-                swapped = parameter_like(parameter, part)
+                whole = local_part(parameter.detach())
+                given = getattr(parameter, "_given", None) or GivenMemory(whole)
+                swapped = parameter_like(parameter, distribute_replicated(whole, mesh, placements))
                 if parameter.grad is not None:  # of a loop that uses it before the first call
                     gradient = local_part(parameter.grad)
                     swapped.grad = distribute_replicated(gradient, mesh, placements)
                 swap_parameter(parameter, swapped)
+                if given.is_part:  # that of a tensor that the loop may use to change all parameters
+                    parameter._given = given  # type: ignore[attr-defined]
 
 
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:

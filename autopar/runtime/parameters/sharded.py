@@ -20,14 +20,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import OpOverload, local_tensor, pytree
+from autopar._torch import OpOverload, current_backward, local_tensor, pytree
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, StrategyError
+from autopar.runtime.agreement.channel import channel
 from autopar.runtime.parameters.dtensor_layout import dtensor_from_local, is_sharded, local_shard
 from autopar.runtime.parameters.sharded_norm import LazyNorm
 from autopar.runtime.parameters.sharded_view import Root, views_of
+from autopar.runtime.parameters.shared_memory import GivenMemory
 from autopar.runtime.parameters.unread import UnreadTensor
 from autopar.runtime.parameters.whole_values import (
+    average_of_ranks,
     has_shards,
     own_part,
     read_whole,
@@ -59,6 +62,9 @@ _ON_PARTS = frozenset(
 )
 """Operators on elements that torch does not tag so."""
 
+_SUMS = (aten.add.Tensor, aten.add_.Tensor)
+"""Operators by which autograd adds gradients of one tensor."""
+
 _REDUCTIONS = ("aten::_foreach_norm", "aten::_foreach_max")
 
 
@@ -78,6 +84,8 @@ class ShardedTensor(DTensor):
             # autograd copies a gradient that something else holds, on one rank perhaps
             func, args = aten.empty_like.default, args[:1]
         with torch.no_grad():
+            if func in _SUMS and current_backward() >= 0:
+                args = _averaged(func, args)
             if _is_elementwise(func):
                 try:
                     return _run_on_parts(func, args, kwargs)
@@ -102,6 +110,8 @@ class ShardedTensor(DTensor):
             )
         with torch.no_grad():
             self.copy_(value)
+        if type(value) is torch.Tensor:
+            self._given = GivenMemory(value)
 
     def tolist(self) -> Any:
         """The whole tensor as lists; all ranks call this at once."""
@@ -204,6 +214,16 @@ def _run_on_parts(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any
         )
     assert like is not None
     return sharded_like(result, like)
+
+
+def _averaged(func: OpOverload, args: Any) -> Any:
+    """Gradients to add to that of a sharded parameter, as `OutsideGradients` averages them."""
+    agreement = channel()
+    if agreement is None or not agreement.averages_gradients:
+        return args
+    sums = args[: len(_written(func))]  # a `.grad`, averaged before
+    addends = args[len(sums) :]
+    return *sums, *(average_of_ranks(x) if type(x) is torch.Tensor else x for x in addends)
 
 
 def _has_tensors(values: Sequence[Any]) -> bool:

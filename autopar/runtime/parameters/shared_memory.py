@@ -1,6 +1,7 @@
-"""`check_own_memory`: no parameter that a plan divides shares memory with another tensor.
+"""No parameter that a plan divides may share memory with another tensor.
 
     self.register_buffer("anchor", self.layer.weight.detach())
+    p.data = flat[: p.numel()].view_as(p)
 
 On one device such a tensor follows its parameter as it trains. A shard has memory of its own.
 Attributes are left out: spectral norm keeps one of its weight, and computes it anew in forward.
@@ -8,13 +9,20 @@ Attributes are left out: spectral norm keeps one of its weight, and computes it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.errors import StrategyError
-from autopar.runtime.parameters.distribute import local_part
+from autopar._torch import live_storage, local_tensor
+from autopar.common.notices import warn_once
+from autopar.errors import NumericsWarning, StrategyError
+from autopar.runtime.parameters.sharded_view import version_of
+
+MAX_ELEMENTS = 64
+"""Elements by which memory is compared."""
 
 Place = tuple[torch.device, int, int, str, torch.Tensor]
 """Device, first byte and the one after the last, name, tensor."""
@@ -46,7 +54,7 @@ def _places(model: nn.Module) -> Iterator[Place]:
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is None or value.is_meta:
                 continue
-            part = local_part(value)
+            part = local_tensor(value)
             if part.layout is not torch.strided or not part.numel():
                 continue
             pairs = zip(part.shape, part.stride(), strict=True)
@@ -54,3 +62,62 @@ def _places(model: nn.Module) -> Iterator[Place]:
             begin = part.data_ptr()
             end = begin + elements * part.element_size()
             yield part.device, begin, end, f"{path}.{name}" if path else name, value
+
+
+class GivenMemory:
+    """Memory of a loop from which a sharded parameter got its values.
+
+    It is left alone while the loop holds it, and forgotten with the last tensor there.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        self.is_part = storage.nbytes() > value.nbytes
+        self._storage = StorageWeakRef(storage)
+        self._place = value.storage_offset(), value.shape, value.stride()
+        self._dtype, self._device = value.dtype, value.device
+        self._sample = _sample(value)
+        self._version: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """None: the values of a copy have no memory in common with others."""
+
+    def check(self, name: str, version: int) -> None:
+        """Checks that neither the memory nor the parameter has changed without the other.
+
+        Raises:
+            StrategyError: the loop has written to the memory.
+        """
+        first = self._version = version if self._version is None else self._version
+        storage = live_storage(self._storage.cdata)
+        if storage is None:
+            return
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        if _sample(empty.set_(storage, *self._place)) != self._sample:
+            raise StrategyError(
+                f"the loop changes memory in place from which parameter {name} got its values, as "
+                "by p.data = flat[...] and flat.add_(...). The plan divides the parameter, whose "
+                "shards have memory of their own. Assign p.data again after each change, or give "
+                "a strategy that leaves parameters whole."
+            )
+        if self.is_part and version != first:
+            warn_once(
+                NumericsWarning,
+                "parameters got their values from a larger tensor that the loop still holds, as by "
+                "p.data = flat[...]. On one device that tensor follows them as they train; here it "
+                "keeps its values. Read the parameters instead.",
+            )
+
+
+def check_given_memory(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Checks memory that loops gave to sharded parameters, which is forgotten when they drop it."""
+    for name, parameter in parameters:
+        given: GivenMemory | None = getattr(parameter, "_given", None)
+        if given is not None:
+            given.check(name, version_of(parameter))
+
+
+def _sample(value: torch.Tensor) -> list[Any]:
+    """A few elements, of which one that trains changes with all others."""
+    flat = value.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].tolist()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_tensor
+from autopar.common.world import world
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.channel import channel, finish_exchange
 from autopar.runtime.parameters.dtensor_layout import is_sharded, local_shard
@@ -43,6 +45,18 @@ def write_whole(tensor: DTensor, whole: torch.Tensor) -> None:
             "place. Change shapes before autopar.compile."
         )
     local_tensor(tensor).copy_(own_part(whole, tensor))
+
+
+def average_of_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The mean of a plain tensor over all ranks, which call this at once."""
+    agreement = channel()
+    if agreement is None:
+        return value
+    agreement.exchange(f"averages a gradient of shape {list(value.shape)}")
+    total = value.detach().clone(memory_format=torch.contiguous_format)
+    with torch.no_grad(), explaining_comm_errors("the average of a gradient"):
+        dist.all_reduce(total, group=world())
+    return total / agreement.size
 
 
 def own_part(value: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -312,6 +312,8 @@ class SpmdCall:
             value = results[gradients[key]] if key in gradients.keys() - absent else None
             if value is not None and key in sharded:
                 value = context.as_grad_of(str(key), value)
+            if isinstance(key, str):
+                context.outside_gradients.from_call(key, value)
             found.append(value)
         return found
 

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import pytree
-from autopar.common.notices import warn_once
 from autopar.common.world import rank
-from autopar.errors import NumericsWarning, StrategyError
+from autopar.errors import StrategyError
 from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.parameters.distribute import is_remote
@@ -28,10 +25,9 @@ class Gathers(Protocol):
 
 
 def explaining_shards(method: MethodType) -> MethodType:
-    """The same method, which runs the plain model on this rank alone, and tells so.
+    """The same method, which runs the plain model on this rank alone.
 
-    If it fails on sharded parameters, it raises StrategyError. If it returns something to train by,
-    it warns that gradients are not reduced.
+    If it fails on sharded parameters, it raises StrategyError.
     """
     function, model = method.__func__, method.__self__
     assert isinstance(model, nn.Module)
@@ -49,12 +45,6 @@ def explaining_shards(method: MethodType) -> MethodType:
                 "inside of `with model.gathered():`, on all ranks. Changes of modules or shapes "
                 "belong before autopar.compile."
             ) from error
-        if any(isinstance(x, torch.Tensor) and x.grad_fn for x in pytree.tree_leaves(result)):
-            warn_once(
-                NumericsWarning,
-                f"{function.__name__}() ran the plain model on this rank alone: gradients of its "
-                "result are not reduced over the ranks. Train by calls of the compiled model.",
-            )
         return result
 
     return MethodType(run, model)

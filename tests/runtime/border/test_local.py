@@ -1,7 +1,9 @@
 """Under batch="local", what crosses the border is DistributedDataParallel's."""
 
+import contextlib
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,6 +59,71 @@ def like_ddp(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_two_models_in_a_row_train_as_under_ddp() -> None:
     run(like_ddp, 2)
+
+
+# -- gradients that the loop computes beside calls of the model --------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.head = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.outer(self.encode(x))
+        return scores
+
+
+def head_beside(model: Classifier, x: Tensor) -> Tensor:
+    return model(x).square().mean() + model.head(model.encode(x)).square().mean()
+
+
+def methods_alone(model: Classifier, x: Tensor) -> Tensor:
+    return model.outer(model.encode(x)).logsumexp(1).mean()
+
+
+def weight_beside(model: Classifier, x: Tensor) -> Tensor:
+    decoded = F.linear(model(x), model.outer.weight.t())
+    return decoded.square().mean() + (model.inner.weight.t() @ model.inner.weight).square().sum()
+
+
+def two_calls(model: Classifier, x: Tensor) -> Tensor:
+    return model(x).square().mean() + model(0.5 * x).exp().mean() + model.head.bias.square().sum()
+
+
+def train_beside(model: Classifier, loss_of: Callable[..., Tensor], parts: list[Tensor]) -> None:
+    """Four steps, every other one of them accumulated."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    for step in range(4):
+        is_held = step % 2 == 0 and isinstance(model, autopar.DistributedModule)
+        with model.no_sync() if is_held else contextlib.nullcontext():
+            losses = [loss_of(model, (1 + step) * part) for part in parts]
+            (torch.stack(losses).sum() / len(losses)).backward()
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def gradients_beside(rank: int, world_size: int, strategy: str) -> None:
+    parts = list(values(1, 8, 4).chunk(world_size))
+    for loss_of in (head_beside, methods_alone, weight_beside, two_calls):
+        plain, model = (Classifier().to(f64) for _ in range(2))
+        train_beside(plain, loss_of, parts)
+        distributed = compiled(model, strategy, batch="local")
+        train_beside(distributed, loss_of, [parts[rank]])
+        state = distributed.full_state_dict()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_gradients_beside_calls_are_averaged(strategy: str) -> None:
+    run(gradients_beside, 2, strategy=strategy)
 
 
 # -- which dims are rows -----------------------------------------------------------------------
