@@ -130,6 +130,7 @@ class Checkpointer:
             self._state.restore(saved.path, values, trusted=trusted)
             self._step = self._saved_step = saved.step
             self._stamp = saved.stamp
+            _say(f"goes on behind step {saved.step} of {saved.path}")
             break
         return self._step
 

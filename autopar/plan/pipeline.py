@@ -41,7 +41,7 @@ class Pipeline:
     def __str__(self) -> str:
         """Schedule, stages per rank if several, and micro-batches."""
         several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
-        parts = f"{self.micro_batches} micro-batches"
+        parts = f"{self.micro_batches} micro-batch{'es' if self.micro_batches != 1 else ''}"
         return f"{self.schedule}{several}, {parts}" if self.stages > 1 else parts
 
     @property

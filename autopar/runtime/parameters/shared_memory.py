@@ -118,6 +118,8 @@ def check_given_memory(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _sample(value: torch.Tensor) -> list[Any]:
-    """A few elements, of which one that trains changes with all others."""
+    """A few elements, of which one that trains changes with all others; none of a meta tensor."""
+    if value.is_meta:
+        return []
     flat = value.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].tolist()
