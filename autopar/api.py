@@ -26,7 +26,7 @@ from autopar.arguments import check, priced_precision
 from autopar.capture.call import flattened, last_part
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.checks import suggests_names
-from autopar.common.notices import warn_once
+from autopar.common.notices import say, warn_once
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.driver.build_module import build_module
@@ -165,6 +165,11 @@ def compile(
     device = device_of(model, device)
     ranks = ensure_process_group(device, given.world_size, timeout_s)
     fixed = Strategy.of(given.strategy).allowing(given.lossy)
+    if ranks == 1 and given.world_size is None and fixed.zero:
+        say(
+            f"one process runs, so that ZeRO {fixed.zero} divides nothing. Start the script by "
+            "autopar run SCRIPT --nproc N, or by torchrun."
+        )
     size: int | None = None
     local = fixed.local_steps
     if given.plan is not None:

@@ -1,4 +1,4 @@
-"""`warn_once`: warnings of autopar, once a process, on rank 0, at the user's line."""
+"""`warn_once`: warnings of autopar, once a process, on rank 0, at the user's line; and `say`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def warn_of_notes(notes: Iterable[str], *, trains: bool) -> None:
             warn_once(NumericsWarning, f"autopar differs from one device: {note}")
         elif isinstance(note, BorderNote) and trains:
             warn_once(AutoparWarning, str(note))
+
+
+def say(text: str) -> None:
+    """Prints a line on rank 0, to people who wait."""
+    if _rank() == 0:
+        print(f"autopar: {text}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

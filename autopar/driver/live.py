@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 from torch import nn
 
 from autopar.autotune.select import benchmark_and_pick, num_plans_to_benchmark, plans_to_benchmark
 from autopar.common.deadline import Deadline
-from autopar.common.notices import warn_once
+from autopar.common.notices import say, warn_once
 from autopar.cost_model.measurement.device_memory import DeviceMemory
 from autopar.cost_model.measurement.measure import measure
 from autopar.driver.balance import balanced, with_speeds
 from autopar.driver.driver import Driver
 from autopar.environment import PLAIN
 from autopar.errors import AutoparWarning, CaptureError, FallbackWarning, LossyWarning
+from autopar.formatting import duration
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Gradient
@@ -56,6 +58,7 @@ from autopar.runtime.fallback import (
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.planned_module import CaptureFunction
 from autopar.runtime.process_groups import make_mesh
+from autopar.runtime.watch.collective_log import LOG
 
 COLLECTIVES_BUDGET_S = 15.0
 """Time to measure the collectives of every mesh, where the mesh is searched."""
@@ -155,6 +158,21 @@ class LivePlanner:
             raise CaptureError(f"{PLAIN}=1 asks for it")
         if self.plan is not None:
             return self.agreed(self.plan)
+        begin = perf_counter()
+        is_searched = is_multi_rank() and bool(self.problem.strategy.search)
+        if is_searched:
+            say(
+                f"plans for {self.problem.world_size} ranks: measures this machine, searches and "
+                "tries plans. A strategy= leaves less to try."
+            )
+        with LOG.working("plans"):
+            plan = self._searched(module, captured, call)
+        if is_searched:
+            summary, _, _ = str(plan).partition("\n")
+            say(f"{summary} (planned in {duration(perf_counter() - begin)})")
+        return plan
+
+    def _searched(self, module: DistributedModule, captured: CaptureFunction, call: Any) -> Plan:
         problem, candidates = with_speeds(self.problem), list[Plan]()
         if problem.device.type == "cuda" and problem.memory is None:
             own = run_on_all_ranks(DeviceMemory.here)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, LENGTH, OUTPUTS, BLOCKS = 8, 3, 4, 2
 
@@ -101,7 +102,8 @@ class Net(nn.Module):
         form: what forward returns, one of `FORMS`.
         traits: "environment", "global" and "attribute" read Python state; "extra" adds a tensor
             that requires gradients but is no parameter; "returned" returns a parameter beside the
-            loss; "function" and "hook" read Python state in the backward.
+            loss; "function" and "hook" read Python state in the backward; "checkpoint" computes
+            blocks again in the backward.
     """
 
     def __init__(self, net: str, form: str, traits: tuple[str, ...] = ()) -> None:
@@ -119,7 +121,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         h = self.stem(x)
         for block in self.blocks:
-            h = block(h)
+            again = "checkpoint" in self.traits and h.requires_grad
+            h = checkpoint(block, h, use_reentrant=True) if again else block(h)
         pooled = h.mean(1) if self.reads_sequence else h
         rows = F.linear(pooled, self.head.weight + self.delta, self.head.bias) * self._scale()
         if "extra" in self.traits:

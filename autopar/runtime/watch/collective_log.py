@@ -43,12 +43,14 @@ class CollectiveLog:
         num_waits: number of all waits so far.
         waits: the last `MAX_WAITS` waits, the oldest first.
         current: (what, start) of the wait in progress.
+        work: (what, start) of long work of autopar's own, for which other ranks may wait.
     """
 
     waited_s: float = 0.0
     num_waits: int = 0
     waits: deque[Wait] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     current: tuple[str, float] | None = None
+    work: tuple[str, float] | None = None
 
     def start(self, what: str) -> None:
         self.current = what, perf_counter()
@@ -68,6 +70,15 @@ class CollectiveLog:
         self.start(what)
         yield
         self.finish()
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Says that this rank does long work, such as planning."""
+        self.work = what, perf_counter()
+        try:
+            yield
+        finally:
+            self.work = None
 
     @contextlib.contextmanager
     def busy(self, then: str) -> Iterator[None]:

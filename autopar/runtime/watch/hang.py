@@ -54,12 +54,14 @@ class Whereabouts:
         seconds: seconds since it began to wait, or since its last wait.
         line: line of the user's code that it runs, "" if unknown.
         last: its last finished wait.
+        work: long work of autopar's own that it does, "" if none.
     """
 
     wait: str
     seconds: float
     line: str
     last: str
+    work: str = ""
 
     @staticmethod
     def here() -> Whereabouts:
@@ -67,12 +69,17 @@ class Whereabouts:
         now, current = time.perf_counter(), LOG.current
         last = LOG.waits[-1] if LOG.waits else Wait("", now, now)
         what, since = current or ("", last.end)
-        return Whereabouts(what, now - since, user_line(), last.what)
+        work = ""
+        if LOG.work is not None:
+            work = f"{LOG.work[0]} ({now - LOG.work[1]:.0f} s so far)"
+        return Whereabouts(what, now - since, user_line(), last.what, work)
 
     def __str__(self) -> str:
         where = f" at {self.line}" if self.line else ""
         if self.wait:
             return f"waits in {self.wait} for {self.seconds:.0f} s{where}"
+        if self.work:
+            return f"{self.work}{where}"
         after = f", {self.seconds:.0f} s after {self.last}" if self.last else ""
         return f"is{where or ' elsewhere'}{after}"
 

@@ -226,6 +226,28 @@ class Orthogonal(Element):
                     nn.init.normal_(parameter, std=0.2)
 
 
+class Fused(Element):
+    """All parameters are views of one tensor, by which the loop changes them."""
+
+    def before_training(self, loop: Loop) -> None:
+        parameters, begin = list(loop.model.parameters()), 0
+        self.flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+        for p in parameters:
+            p.data = self.flat[begin : begin + p.numel()].view(p.shape)
+            begin += p.numel()
+
+    def after_step(self, loop: Loop) -> None:
+        self.flat.mul_(0.9)
+
+
+class AssignedVector(Element):
+    """Parameters become parts of a vector that was made of them."""
+
+    def after_step(self, loop: Loop) -> None:
+        vector = nn.utils.parameters_to_vector(loop.model.parameters()).detach()
+        nn.utils.vector_to_parameters(0.9 * vector, loop.model.parameters())
+
+
 ELEMENTS: dict[str, type[Element]] = {
     "l2": L2,
     "penalty_first": PenaltyFirst,
@@ -247,4 +269,6 @@ ELEMENTS: dict[str, type[Element]] = {
     "observed": Observed,
     "frozen": Frozen,
     "initialised": Orthogonal,
+    "fused": Fused,
+    "assigned_vector": AssignedVector,
 }

@@ -232,6 +232,23 @@ class Autocast(Element):
         return True
 
 
+class LayersBeside(Element):
+    """Layers of the model are called by themselves, for a second term of the loss."""
+
+    def backward(self, loop: Loop, x: Tensor, y: Tensor) -> bool:
+        loss = loop.loss(x, y)
+        h = loop.model.stem(x)
+        rows = loop.model.head(h.mean(1) if h.dim() > 2 else h)
+        (loss + 0.1 * (rows - y).square().mean()).backward()
+        return True
+
+
+class Checkpointed(Element):
+    """Blocks of the model run under reentrant checkpoints."""
+
+    traits = ("checkpoint",)
+
+
 ELEMENTS: dict[str, type[Element]] = {
     "input_gradient": InputGradient,
     "sign_attack": SignAttack,
@@ -249,4 +266,6 @@ ELEMENTS: dict[str, type[Element]] = {
     "hooked": Hooked,
     "changed_result": ChangedResult,
     "autocast": Autocast,
+    "layers_beside": LayersBeside,
+    "checkpointed": Checkpointed,
 }

@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.runtime.watch.collective_log import LOG, MAX_WAITS
+from autopar.runtime.watch.hang import Whereabouts
 from tests.harness.worlds import Raised, run, run_isolated
 
 TIMEOUT_S = 8.0
@@ -92,3 +93,9 @@ def test_the_log_names_collectives_axes_and_lines() -> None:
     names = run(log_of_steps, 2)[0]
     assert "the records of all ranks (it calls Tiny)" in names
     assert any(n.startswith("all_to_all_single over dp, test_hang.py:") for n in names), names
+
+
+def test_a_rank_says_what_it_does_while_others_wait() -> None:
+    with LOG.working("plans"):
+        assert "plans (0 s so far)" in str(Whereabouts.here())
+    assert "plans" not in str(Whereabouts.here())
