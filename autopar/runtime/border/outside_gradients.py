@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import current_backward, local_tensor, queue_callback
+from autopar._torch import HOOK_TABLES, current_backward, local_tensor, queue_callback
 from autopar.errors import DisagreementError, StrategyError
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import channel
@@ -37,8 +37,8 @@ Memory = tuple[int, int, int]
 class OutsideGradients:
     """Averages gradients over ranks, which all run the same loop.
 
-    Gradients of plain parameters are averaged once a backward is complete, those of sharded ones
-    where they arrive whole.
+    Gradients of plain parameters are averaged once a backward is complete. Those of sharded ones,
+    and of parameters with hooks, are averaged as they arrive.
     """
 
     _from_calls: dict[str, Memory] = field(default_factory=dict)
@@ -58,6 +58,8 @@ class OutsideGradients:
         if options.ranks == 1 or options.batch != "local" or is_apart or self._is_stopped:
             return
         for name, parameter in parameters.items():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
             node = _accumulator_of(parameter)
             handle = node.register_prehook(functools.partial(self._before, name, parameter))
             self._hooks.append((node, handle))
@@ -85,8 +87,11 @@ class OutsideGradients:
         (gradient,) = gradients
         if gradient is None or self._from_calls.pop(name, None) == _memory_of(gradient):
             return None
-        if isinstance(parameter, DTensor):
-            return None if isinstance(gradient, DTensor) else (average_of_ranks(gradient),)
+        if isinstance(gradient, DTensor):
+            return None
+        is_used_at_once = any(getattr(parameter, table, None) for table in HOOK_TABLES)
+        if isinstance(parameter, DTensor) or is_used_at_once:
+            return (average_of_ranks(gradient),)
         if not self._pending:
             queue_callback(self._average)
         self._pending[name] = parameter
@@ -95,7 +100,8 @@ class OutsideGradients:
     def _average(self) -> None:
         """Averages the gradients that differ; of two calls in one backward they do not."""
         pending, self._pending = self._pending, {}
-        gradients = {name: _gradient_of(name, p) for name, p in sorted(pending.items())}
+        named = [(name, p) for name, p in sorted(pending.items()) if p.grad is not None]
+        gradients = {name: _gradient_of(name, p) for name, p in named}
         sums = {name: checksum(gradient) for name, gradient in gradients.items()}
         agreement = channel()
         assert agreement is not None

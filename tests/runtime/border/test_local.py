@@ -109,13 +109,32 @@ def train_beside(model: Classifier, loss_of: Callable[..., Tensor], parts: list[
             optimizer.zero_grad()
 
 
+def step_at_once(
+    model: Classifier, loss_of: Callable[..., Tensor], parts: list[Tensor]
+) -> None:
+    """Each parameter is stepped by as soon as its gradient is there."""
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def step_by(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_by)
+    for step in range(3):
+        losses = [loss_of(model, (1 + step) * part) for part in parts]
+        (torch.stack(losses).sum() / len(losses)).backward()
+
+
 def gradients_beside(rank: int, world_size: int, strategy: str) -> None:
     parts = list(values(1, 8, 4).chunk(world_size))
-    for loss_of in (head_beside, methods_alone, weight_beside, two_calls):
+    loops = [train_beside] * 4 + [step_at_once] * 2
+    losses = head_beside, methods_alone, weight_beside, two_calls, head_beside, two_calls
+    for train, loss_of in zip(loops, losses, strict=True):
         plain, model = (Classifier().to(f64) for _ in range(2))
-        train_beside(plain, loss_of, parts)
+        train(plain, loss_of, parts)
         distributed = compiled(model, strategy, batch="local")
-        train_beside(distributed, loss_of, [parts[rank]])
+        train(distributed, loss_of, [parts[rank]])
         state = distributed.full_state_dict()
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
