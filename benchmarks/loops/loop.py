@@ -185,7 +185,8 @@ class Loop:
     def new_optimizer(self) -> None:
         """An optimizer of the model's parameters and the loop's others."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = OPTIMIZERS[self.recipe.optimizer]([*trained, *self.others])
+        group = {"params": iter([*trained, *self.others])}  # as layer.parameters() is
+        self.optimizer = OPTIMIZERS[self.recipe.optimizer]([group])
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch with the penalties of all elements; it is observed."""

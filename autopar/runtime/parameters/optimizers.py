@@ -100,7 +100,10 @@ def _leave_out_of_new_optimizers() -> None:
     @functools.wraps(add)
     def add_own(self: Optimizer, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
+        if isinstance(params, set):
+            return add(self, param_group)  # torch's error
         entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        param_group["params"] = entries  # a generator, such as layer.parameters(), is read once
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         pairs = zip(entries, tensors, strict=True)
         local_entries = [entry for entry, tensor in pairs if not is_on_other_stage(tensor)]

@@ -139,6 +139,18 @@ class SlopeOfHook(SlopeOfFunction):
     traits = ("hook",)
 
 
+class LateGroup(Element):
+    """The first layer is trained from the second step on, as a group of its own."""
+
+    def before_training(self, loop: Loop) -> None:
+        loop.model.stem.requires_grad_(False)
+
+    def after_step(self, loop: Loop) -> None:
+        if loop.step == 0:
+            loop.model.stem.requires_grad_(True)
+            loop.optimizer.add_param_group({"params": loop.model.stem.parameters(), "lr": 0.01})
+
+
 ELEMENTS: dict[str, type[Element]] = {
     "evaluate_first": EvaluateFirst,
     "evaluate_between": EvaluateBetween,
@@ -152,4 +164,5 @@ ELEMENTS: dict[str, type[Element]] = {
     "eval_mode": EvalMode,
     "slope_of_function": SlopeOfFunction,
     "slope_of_hook": SlopeOfHook,
+    "late_group": LateGroup,
 }

@@ -109,9 +109,7 @@ def train_beside(model: Classifier, loss_of: Callable[..., Tensor], parts: list[
             optimizer.zero_grad()
 
 
-def step_at_once(
-    model: Classifier, loss_of: Callable[..., Tensor], parts: list[Tensor]
-) -> None:
+def step_at_once(model: Classifier, loss_of: Callable[..., Tensor], parts: list[Tensor]) -> None:
     """Each parameter is stepped by as soon as its gradient is there."""
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
 

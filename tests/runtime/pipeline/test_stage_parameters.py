@@ -1,6 +1,7 @@
 """What each rank of a pipeline holds: layout, state dicts, checkpoints that move, clipping."""
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,24 @@ def leave_out_others(rank: int, world_size: int, plan: Plan) -> None:
 
 def test_optimizers_leave_out_what_is_elsewhere() -> None:
     run(leave_out_others, 2, plan=plan_of(2, 2))
+
+
+def groups_of_generators(rank: int, world_size: int, plan: Plan) -> None:
+    """A group's parameters may be a generator, which is read once."""
+    model = autopar.compile(make(), strategy=replace(fixed(0), pp=2))
+    model.apply_plan(plan)
+    halves = [lambda: islice(model.parameters(), 2), lambda: islice(model.parameters(), 2, None)]
+    optimizer = torch.optim.SGD([{"params": half()} for half in halves], 0.1)
+    late = torch.optim.SGD(halves[0](), 0.1)
+    late.add_param_group({"params": halves[1]()})
+    for made in (optimizer, late):
+        assert [len(g["params"]) for g in made.param_groups] == [len(list(h())) for h in halves]
+    with pytest.raises(TypeError, match="ordered"):
+        late.add_param_group({"params": set(model.parameters())})
+
+
+def test_optimizers_take_groups_of_generators() -> None:
+    run(groups_of_generators, 2, plan=plan_of(2, 2))
 
 
 # -- gradients by hand -------------------------------------------------------------------------
