@@ -15,7 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar._torch import DataDependentOutputException, DynamicOutputShapeException, pytree
+from autopar._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    local_tensor,
+    pytree,
+)
 from autopar.capture.call import BatchShard
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import user_frame
@@ -24,7 +29,10 @@ from autopar.common.containers import flatten
 from autopar.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.formatting import first_line
+from autopar.runtime.agreement.consensus import gather_objects
+from autopar.runtime.agreement.replicas import checksum
 from autopar.runtime.parameters.sharded import distribute_replicated
+from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import none_for_none
 from autopar.runtime.plain_call import has_values, run_plain
 from autopar.runtime.process_groups import explaining_comm_errors
@@ -49,6 +57,9 @@ def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) ->
     Blocks that share a parameter are sharded together with the root module.
     """
     if not shard:
+        rows = _WritesByRows()
+        model.register_forward_pre_hook(rows.before)
+        model.register_forward_hook(rows.after)
         has_dtensors = any(isinstance(p, DTensor) for p in model.parameters())
         return ReplicatedModel(model) if has_dtensors else with_ddp(model)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -100,6 +111,31 @@ class _ParameterWrites:
                     'before this error names. If every rank makes the same change, strategy="ddp" '
                     "keeps it."
                 )
+
+
+class _WritesByRows:
+    """Refuses a forward that changes parameters by the rows of its rank, so that copies part."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        self._versions = {name: version_of(p) for name, p in module.named_parameters()}
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> None:
+        versions, parameters = self._versions, dict(module.named_parameters())
+        written = [n for n, p in parameters.items() if version_of(p) != versions.get(n)]
+        if not written:
+            return
+        sums = [checksum(local_tensor(parameters[name])) for name in written]
+        of_ranks = gather_objects((written, sums), "compares parameters that forward changes")
+        if any(each != (written, sums) for each in of_ranks):
+            raise StrategyError(
+                f"forward of {type(module).__name__} changes its parameter {written[0]} in place "
+                "by the rows of each rank (as Embedding(max_norm=) does). The model cannot be "
+                "captured, so that copies of the parameter part. Change parameters in the loop, "
+                "between steps, or change the line that the warning before this error names."
+            )
 
 
 def _refuse_sparse(name: str, gradient: torch.Tensor) -> None:

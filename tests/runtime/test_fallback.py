@@ -354,3 +354,27 @@ def train_writing(rank: int, world_size: int, write: str) -> str:
 def test_changes_in_forward_that_sharding_drops_are_refused(write: str, said: str) -> None:
     for told in run(train_writing, 2, write=write):
         assert said in told
+
+
+class Renormed(nn.Module):
+    """Its rows decide which vectors are made shorter in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vectors, self.out = nn.Embedding(12, 4, max_norm=0.5), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.vectors(x)).square().mean()
+
+
+def renorm(rank: int, world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        model = autopar.compile(Renormed(), strategy="ddp")
+        with pytest.raises(autopar.StrategyError, match=r"its parameter vectors.weight in place"):
+            model(torch.arange(12).reshape(6, 2))
+
+
+def test_parameters_that_rows_change_are_refused() -> None:
+    run(renorm, 2)
