@@ -83,8 +83,8 @@ def _weights(device: torch.device) -> torch.Tensor:
     return (2 * drawn + 1).to(device)
 
 
-def sampled_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, or of evenly spaced elements of a large one."""
+def sampled_bytes(tensor: torch.Tensor, max_bytes: int = MAX_SAMPLE_BYTES) -> memoryview:
+    """The bytes of a tensor, or of evenly spaced elements of one with more than `max_bytes`."""
     flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() * flat.element_size() // MAX_SAMPLE_BYTES)
+    step = max(1, flat.numel() * flat.element_size() // max_bytes)
     return flat[::step].contiguous().view(torch.uint8).cpu().numpy().data

@@ -45,7 +45,7 @@ class CheckpointCalls:
         self.changed_buffers |= {name for name in after if after[name] != before.get(name, 0)}
 
     def _mutations(self) -> dict[str, int]:
-        buffers = dict(self._model.named_buffers()).items()
+        buffers = self._model.named_buffers()
         return {n: count_mutations(b.elem) for n, b in buffers if isinstance(b, FunctionalTensor)}
 
 

@@ -43,7 +43,7 @@ def leave_out_hooks(
 ) -> None:
     """Makes hooks of tensors without a gradient wait for one; both are in the same order."""
     pairs = zip(tensors, gradients, strict=True)
-    hooked = [(tables, gradient) for t, gradient in pairs if (tables := _hooks_of(t))]
+    hooked = [(tables, gradient) for t, gradient in pairs if (tables := hook_tables_of(t))]
     for tables, gradient in hooked:
         if gradient is None or len(hooked) > 1:
             for table in tables:
@@ -52,7 +52,8 @@ def leave_out_hooks(
                     table[number] = _Present(bare, len(hooked) > 1)
 
 
-def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
+def hook_tables_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    """The tables with hooks of a tensor that see its gradient; none if it has no such hooks."""
     return [table for name in HOOK_TABLES if (table := getattr(tensor, name, None))]
 
 
@@ -67,7 +68,7 @@ def reads_gradients(parameters: Iterable[torch.Tensor]) -> bool:
 
     Gradients cannot be held back then, as `no_sync` does: a hook wants the value of all ranks.
     """
-    hooked = any(getattr(p, table, None) for p in parameters for table in HOOK_TABLES)
+    hooked = any(map(hook_tables_of, parameters))
     if hooked:
         warn_once(
             AutoparWarning,

@@ -9,7 +9,6 @@ all that its parameters get, so these are averaged, too. Under "global" they are
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +17,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import HOOK_TABLES, current_backward, local_tensor, queue_callback
+from autopar._torch import current_backward, local_tensor, queue_callback
 from autopar.errors import DisagreementError, StrategyError
 from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import channel
+from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.replicas import checksum
+from autopar.runtime.border.gradient_hooks import hook_tables_of
 from autopar.runtime.border.held_gradients import HeldGradient
 from autopar.runtime.options import Options
+from autopar.runtime.parameters.distribute import accumulator_of
 from autopar.runtime.parameters.whole_values import average_of_ranks
 
 _EVENT = "averages gradients that the loop computes beside calls of the model"
@@ -60,7 +62,7 @@ class OutsideGradients:
         for name, parameter in parameters.items():
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
-            node = _accumulator_of(parameter)
+            node = accumulator_of(parameter)
             handle = node.register_prehook(functools.partial(self._before, name, parameter))
             self._hooks.append((node, handle))
         agreement = channel()
@@ -89,8 +91,7 @@ class OutsideGradients:
             return None
         if isinstance(gradient, DTensor):
             return None
-        is_used_at_once = any(getattr(parameter, table, None) for table in HOOK_TABLES)
-        if isinstance(parameter, DTensor) or is_used_at_once:
+        if isinstance(parameter, DTensor) or hook_tables_of(parameter):
             return (average_of_ranks(gradient),)
         if not self._pending:
             queue_callback(self._average)
@@ -103,10 +104,7 @@ class OutsideGradients:
         named = [(name, p) for name, p in sorted(pending.items()) if p.grad is not None]
         gradients = {name: _gradient_of(name, p) for name, p in named}
         sums = {name: checksum(gradient) for name, gradient in gradients.items()}
-        agreement = channel()
-        assert agreement is not None
-        payloads = agreement.exchange(_EVENT, payload=json.dumps(sums).encode()).payloads
-        of_ranks = [json.loads(payload) for payload in payloads]
+        of_ranks = gather_objects(sums, _EVENT)
         if any(each.keys() != sums.keys() for each in of_ranks):
             raise DisagreementError(
                 "ranks compute gradients of different parameters beside calls of the model: "
@@ -115,16 +113,6 @@ class OutsideGradients:
         for name, gradient in gradients.items():
             if any(each[name] != sums[name] for each in of_ranks):
                 gradient.copy_(average_of_ranks(gradient))
-
-
-def _accumulator_of(parameter: nn.Parameter) -> Any:
-    """The node that adds gradients to a parameter's, once it is trained."""
-    trains = parameter.requires_grad
-    with torch.enable_grad():
-        alias = torch.ops.aten.alias(parameter.requires_grad_())
-    parameter.requires_grad_(trains)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
 
 
 def _gradient_of(name: str, parameter: nn.Parameter) -> torch.Tensor:

@@ -29,7 +29,7 @@ from autopar.runtime.parameters.optimizers import (
     refuse_stale_optimizers,
 )
 from autopar.runtime.parameters.sharded import as_sharded, distribute_replicated
-from autopar.runtime.parameters.shared_memory import GivenMemory
+from autopar.runtime.parameters.shared_memory import given_memory_of
 
 
 def check_plain(model: nn.Module) -> None:
@@ -151,15 +151,15 @@ def distribute_parameters(
             placements = torch_placements(layouts[name], mesh)
             assert isinstance(parameter, DTensor)
             if parameter.device_mesh != mesh or parameter.placements != placements:
-                whole = local_part(parameter.detach())
-                given = getattr(parameter, "_given", None) or GivenMemory(whole)
-                swapped = parameter_like(parameter, distribute_replicated(whole, mesh, placements))
+                values = local_part(parameter.detach())
+                memory = given_memory_of(parameter, values)
+                swapped = parameter_like(parameter, distribute_replicated(values, mesh, placements))
                 if parameter.grad is not None:  # of a loop that uses it before the first call
                     gradient = local_part(parameter.grad)
                     swapped.grad = distribute_replicated(gradient, mesh, placements)
                 swap_parameter(parameter, swapped)
-                if given.is_part:  # that of a tensor that the loop may use to change all parameters
-                    parameter._given = given  # type: ignore[attr-defined]
+                if memory is not None:
+                    parameter.given_memory = memory  # type: ignore[attr-defined]
 
 
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
@@ -201,12 +201,19 @@ def _refuse_earlier_graphs(parameter: nn.Parameter) -> None:
             f"be lost. {_SHARD_ADVICE}"
         )
 
+    accumulator_of(parameter).register_prehook(refuse)
+
+
+def accumulator_of(parameter: nn.Parameter) -> torch.autograd.graph.Node:
+    """The node that adds gradients to a parameter's, once it is trained."""
+    trains = parameter.requires_grad
     with torch.enable_grad():  # an alias is made of each rank's part, without communication
-        alias = torch.ops.aten.alias(parameter)
+        alias = torch.ops.aten.alias(parameter.requires_grad_())
+    parameter.requires_grad_(trains)
     assert alias.grad_fn is not None
     node = alias.grad_fn.next_functions[0][0]
     assert node is not None
-    node.register_prehook(refuse)
+    return node
 
 
 def _hooks_of(parameter: nn.Parameter) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class ShardedTensor(DTensor):
         with torch.no_grad():
             self.copy_(value)
         if type(value) is torch.Tensor:
-            self._given = GivenMemory(value)
+            self.given_memory = GivenMemory(value)
 
     def tolist(self) -> Any:
         """The whole tensor as lists; all ranks call this at once."""

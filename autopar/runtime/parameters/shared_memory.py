@@ -9,6 +9,7 @@ Attributes are left out: spectral norm keeps one of its weight, and computes it 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopar._torch import live_storage, local_tensor
 from autopar.common.notices import warn_once
 from autopar.errors import NumericsWarning, StrategyError
+from autopar.runtime.batch_checks import sampled_bytes
 from autopar.runtime.parameters.sharded_view import version_of
 
 MAX_ELEMENTS = 64
-"""Elements by which memory is compared."""
+"""Elements by which memory is compared, or up to twice as many."""
 
 Place = tuple[torch.device, int, int, str, torch.Tensor]
 """Device, first byte and the one after the last, name, tensor."""
@@ -71,12 +73,11 @@ class GivenMemory:
     """
 
     def __init__(self, value: torch.Tensor) -> None:
-        storage = value.untyped_storage()
-        self.is_part = storage.nbytes() > value.nbytes
-        self._storage = StorageWeakRef(storage)
+        self.is_part = _is_part(value)
+        self._storage = StorageWeakRef(value.untyped_storage())
         self._place = value.storage_offset(), value.shape, value.stride()
         self._dtype, self._device = value.dtype, value.device
-        self._sample = _sample(value)
+        self._hash = _hash(value)
         self._version: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -93,7 +94,7 @@ class GivenMemory:
         if storage is None:
             return
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
-        if _sample(empty.set_(storage, *self._place)) != self._sample:
+        if _hash(empty.set_(storage, *self._place)) != self._hash:
             raise StrategyError(
                 f"the loop changes memory in place from which parameter {name} got its values, as "
                 "by p.data = flat[...] and flat.add_(...). The plan divides the parameter, whose "
@@ -112,14 +113,28 @@ class GivenMemory:
 def check_given_memory(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Checks memory that loops gave to sharded parameters, which is forgotten when they drop it."""
     for name, parameter in parameters:
-        given: GivenMemory | None = getattr(parameter, "_given", None)
-        if given is not None:
-            given.check(name, version_of(parameter))
+        memory: GivenMemory | None = getattr(parameter, "given_memory", None)
+        if memory is not None:
+            memory.check(name, version_of(parameter))
 
 
-def _sample(value: torch.Tensor) -> list[Any]:
-    """A few elements, of which one that trains changes with all others; none of a meta tensor."""
+def given_memory_of(parameter: torch.Tensor, values: torch.Tensor) -> GivenMemory | None:
+    """The memory by which a loop may change a parameter's values; None where it has no other use.
+
+    That is a part of a larger tensor, such as one of all parameters.
+    """
+    memory: GivenMemory | None = getattr(parameter, "given_memory", None)
+    if memory is None and _is_part(values):
+        memory = GivenMemory(values)
+    return memory if memory is not None and memory.is_part else None
+
+
+def _is_part(value: torch.Tensor) -> bool:
+    return value.untyped_storage().nbytes() > value.nbytes
+
+
+def _hash(value: torch.Tensor) -> int:
+    """A hash of a few elements, of which one that trains changes with all others."""
     if value.is_meta:
-        return []
-    flat = value.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].tolist()
+        return 0
+    return zlib.crc32(sampled_bytes(value, MAX_ELEMENTS * value.element_size()))

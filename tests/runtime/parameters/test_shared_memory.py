@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -44,17 +45,10 @@ def fused_before_compile(compile_it: Compile) -> nn.Module:
     return model
 
 
-def fused_before_first_call(compile_it: Compile) -> nn.Module:
+def fused_after(compile_it: Compile, calls: int) -> nn.Module:
     model = compile_it(make())
-    flat = fused(model)
-    for step in range(2):
-        flat.sub_(0.1 * slope(model, step))
-    return model
-
-
-def fused_later(compile_it: Compile) -> nn.Module:
-    model = compile_it(make())
-    slope(model, 0)
+    for step in range(calls):
+        slope(model, step)
     flat = fused(model)
     for step in range(2):
         flat.sub_(0.1 * slope(model, step))
@@ -117,7 +111,8 @@ def exact(rank: int, world_size: int) -> list[str]:
 
 
 def test_writes_to_memory_that_a_shard_left_are_refused() -> None:
-    run(refusals, 2, loops=(fused_before_compile, fused_before_first_call, fused_later))
+    loops = fused_before_compile, *(partial(fused_after, calls=calls) for calls in (0, 1))
+    run(refusals, 2, loops=loops)
 
 
 def test_values_assigned_anew_are_those_of_one_device() -> None:
