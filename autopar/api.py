@@ -14,54 +14,32 @@ A model becomes a program in five steps:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.arguments import check, priced_precision
-from autopar.capture.call import flattened, last_part
-from autopar.capture.model_info import describe_parameters, device_of
-from autopar.common.checks import suggests_names
-from autopar.common.notices import say, warn_once
+from autopar.capture.call import flattened
+from autopar.common.checks import count, demand, flag, suggests_names
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
-from autopar.driver.build_module import build_module
-from autopar.driver.local_steps import allowed_steps, build_groups, with_local_steps
-from autopar.driver.offline import plan_offline
-from autopar.driver.prepare import make_problem
-from autopar.environment import asks_for_plain, untested_torch
-from autopar.errors import AutoparWarning
+from autopar.driver.compile_model import compile_model
+from autopar.driver.plan_model import plan_model
+from autopar.environment import asks_for_plain
+from autopar.options import (
+    CompileOptions,
+    MakeOptimizer,
+    ReducePrecision,
+    check_inputs,
+    check_model,
+)
 from autopar.plan.strategy import Strategy
-from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
 from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.options import MAX_PROGRAMS
-from autopar.runtime.planned_module import check_not_compiled
-from autopar.runtime.start import ensure_process_group
+from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
 from autopar.verification.deviation import Verification
 from autopar.verification.verify import compare_training, verify_first_call
-
-Batch = Literal["global", "local"]
-Outputs = Literal["whole", "own"]
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
-
-_PLAIN: Mapping[str, Any] = {
-    "world_size": None,
-    "strategy": "ddp",
-    "plan": None,
-    "example_inputs": None,
-    "lossy": False,
-    "backend": "eager",
-    "cuda_graphs": False,
-    "fallback": True,
-    "verify": False,
-}
-"""Arguments of `compile` under AUTOPAR_PLAIN=1, which trains the plain model."""
 
 
 @suggests_names
@@ -80,7 +58,7 @@ def compile(
     outputs: Outputs = "whole",
     rows: int | Mapping[str | int, int] | None = None,
     precision: str | torch.dtype | None = None,
-    reduce_precision: str | None = None,
+    reduce_precision: ReducePrecision | None = None,
     lossy: bool | Sequence[str] = False,
     backend: str = "eager",
     cuda_graphs: bool = False,
@@ -155,33 +133,38 @@ def compile(
         CaptureError: the model cannot be captured and `fallback` is off.
         VerificationError: the first call does not train as the plain model does.
     """
-    arguments = dict(locals())
-    check(**arguments)
-    if text := untested_torch(torch.__version__):
-        warn_once(AutoparWarning, text)
-    given = SimpleNamespace(**arguments, plain=asks_for_plain())
-    if given.plain:
-        vars(given).update(_PLAIN)
-    device = device_of(model, device)
-    ranks = ensure_process_group(device, given.world_size, timeout_s)
-    fixed = Strategy.of(given.strategy).allowing(given.lossy)
-    if ranks == 1 and given.world_size is None and fixed.zero:
-        say(
-            f"one process runs, so that ZeRO {fixed.zero} divides nothing. Start the script by "
-            "autopar run SCRIPT --nproc N, or by torchrun."
-        )
-    size: int | None = None
-    local = fixed.local_steps
-    if given.plan is not None:
-        local = None if given.plan.local_steps is None else given.plan.local_steps.local
-        size = given.plan.world_size
-    elif fixed.may_sync and local is None and ranks > 1:
-        size, local = allowed_steps(given, ranks, device, _plan)
-    if local is not None:
-        return build_groups(given, fixed, local, size, ranks, device)
-    module = build_module(given, device, ranks)
-    if given.verify:
-        module.before_first_training_call = partial(verify_first_call, compile)
+    options = CompileOptions(
+        world_size=world_size,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=strategy,
+        memory=memory,
+        cluster=cluster,
+        plan=plan,
+        batch=batch,
+        outputs=outputs,
+        rows=rows,
+        precision=precision,
+        reduce_precision=reduce_precision,
+        lossy=lossy,
+        backend=backend,
+        cuda_graphs=cuda_graphs,
+        fallback=fallback,
+        timeout_s=timeout_s,
+        time_limit_s=time_limit_s,
+        trials=trials,
+        verify=verify,
+        device=device,
+        init_fn=init_fn,
+        max_programs=max_programs,
+        static=static,
+    )
+    check_model(model)
+    check_inputs(model, options)
+    module = compile_model(model, options)
+    if verify and not asks_for_plain():
+        module.before_first_training_call = verify_first_call
     return module
 
 
@@ -198,7 +181,7 @@ def plan(
     cluster: Cluster | None = None,
     batch: Batch = "global",
     precision: str | torch.dtype | None = None,
-    reduce_precision: str | None = None,
+    reduce_precision: ReducePrecision | None = None,
     lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
     backend: str = "eager",
@@ -211,29 +194,25 @@ def plan(
     tensor cores is planned for bf16 autocast, as the plan notes; "fp32" prices float32. A `backend`
     other than "eager" fuses operators. `progress` is called before every mesh.
     """
-    arguments = dict(locals())
-    check("world_size", "example_inputs", **arguments)
-    check_not_compiled(model)
-    device, parameters = device_of(model), describe_parameters(model)
-    autocast, notes = priced_precision(precision, cluster, parameters.values())
-    machine = cluster or Cluster.default(world_size, device.type)
-    comm_backend = cluster.backend if cluster else "gloo" if device.type == "cpu" else "nccl"
-    problem = make_problem(
-        arguments, parameters, world_size, device, autocast, machine, comm_backend
+    options = CompileOptions(
+        world_size=count("world_size", world_size),
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=strategy,
+        memory=memory,
+        cluster=cluster,
+        batch=batch,
+        precision=precision,
+        reduce_precision=reduce_precision,
+        lossy=lossy,
+        time_limit_s=time_limit_s,
+        backend=backend,
     )
-    rest = autocast, loss_fn, time_limit_s, progress
-    made = plan_offline(problem, model, example_inputs, *rest)
-    if problem.strategy.may_sync:
-
-        def plan_group(own: PlanningProblem, groups: int) -> Plan:
-            inputs = example_inputs if batch == "local" else last_part(example_inputs, groups)
-            return plan_offline(own, model, inputs, *rest)
-
-        made = with_local_steps(made, problem, plan_group)
-    return replace(made, notes=(*notes, *made.notes))
-
-
-_plan = plan  # where an argument has its name
+    check_model(model)
+    check_inputs(model, options, required=True)
+    demand(callable(progress), "progress", progress, "give a function")
+    return plan_model(model, options, progress)
 
 
 def verify(
@@ -274,11 +253,14 @@ def verify(
         StrategyError: an argument is invalid, `example_inputs` have no values, the model returns
             nothing to train, or it draws random numbers in code compiled by a backend.
     """
-    named = {"model": model, "plan": plan, "example_inputs": example_inputs, "loss": loss}
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        named["optimizer"] = optimizer
-    check("example_inputs", **named, steps=steps, double=double, **options)
+    check_model(model)
+    demand(loss is None or callable(loss), "loss", loss, "give a function")
+    count("steps", steps)
+    flag("double", double)
+    if optimizer is not None:
+        is_made = isinstance(optimizer, torch.optim.Optimizer)
+        options["optimizer"] = type(optimizer) if is_made else optimizer
+    chosen = CompileOptions(plan=plan, example_inputs=example_inputs, **options)
+    check_inputs(model, chosen, required=True)
     call = flattened(example_inputs)
-    return compare_training(
-        compile, model, plan, call, loss, optimizer, steps, double, tolerance, options
-    )
+    return compare_training(model, call, chosen, loss, optimizer, steps, double, tolerance)

@@ -1,4 +1,4 @@
-"""`with_local_steps`: local steps in place of a plan, where they are allowed and faster."""
+"""`build_groups` and `with_local_steps`: groups of ranks that take local steps, and when."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.measurement.measure import measure
 from autopar.driver.build_module import build_module
 from autopar.errors import AutoparError, StrategyError
 from autopar.formatting import duration
+from autopar.options import CompileOptions
 from autopar.plan.layout import Layout
 from autopar.plan.outer import LocalSteps, PlannedSteps
-from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.report.plan import Plan
-from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.local_steps.average import INT8_BLOCK
 from autopar.runtime.local_steps.groups import Groups, group_size
 from autopar.runtime.local_steps.module import LocalStepsModule
@@ -30,48 +29,34 @@ WIRE_RATIO = {None: 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / INT8_BLOCK)}
 """Bytes of a message over those of float32, by compression; int8 has a scale for each block."""
 
 
-PLANNED = (
-    "example_inputs", "loss_fn", "optimizer", "strategy", "memory", "batch", "precision",
-    "reduce_precision", "lossy", "backend", "time_limit_s",
-)  # fmt: skip
-"""Arguments of `compile` that `plan` takes too."""
-
-
-def allowed_steps(
-    given: Any, ranks: int, device: torch.device, plan: Callable[..., Plan]
-) -> tuple[int | None, LocalSteps | None]:
-    """Ranks of a group and the local steps that a plan by rank 0 takes, or None twice."""
-    if given.example_inputs is None:
-        raise StrategyError(
-            f"lossy={given.lossy!r}: local steps are chosen before the first call: give compile "
-            "example_inputs=, or Strategy(sync_every=...)"
-        )
-    options = {name: getattr(given, name) for name in PLANNED}
-    options["cluster"] = given.cluster or measure(device=device)
-    found = broadcast_from_rank0(lambda: plan(given.model, ranks, **options))
-    steps = found.local_steps
-    return (None, None) if steps is None else (found.world_size, steps.local)
-
-
 def build_groups(
-    given: Any, fixed: Strategy, local: LocalSteps, size: int | None, ranks: int, device: Any
+    model: nn.Module,
+    options: CompileOptions,
+    local: LocalSteps,
+    group_ranks: int | None,
+    ranks: int,
+    device: torch.device,
 ) -> DistributedModule:
-    """A module whose groups of `size` ranks take local steps; None for those of a strategy.
+    """A module whose groups of ranks take local steps; None for the groups of the strategy.
 
     Raises:
         StrategyError: there is one group only, or the training is to be verified.
     """
-    if given.verify:
+    if options.verify:
         raise StrategyError(
             "verify compares with one device, and local steps train otherwise: leave verify out"
         )
-    groups = Groups.of(local, size or group_size(fixed, ranks), ranks, device)
-    given.strategy = replace(fixed, sync_every=None, outer=None, dp_shard=None, may_sync=())
-    given.lossy = False
-    given.cluster = given.cluster and part_of(given.cluster, groups.size)
+    fixed, cluster = options.fixed, options.cluster
+    groups = Groups.of(local, group_ranks or group_size(fixed, ranks), ranks, device)
+    options = replace(
+        options,
+        strategy=replace(fixed, sync_every=None, outer=None, dp_shard=None, may_sync=()),
+        lossy=False,
+        cluster=cluster and part_of(cluster, groups.size),
+    )
     with groups.as_world():
         kind = partial(LocalStepsModule.of, local, groups)
-        module: Any = build_module(given, device, groups.size, kind)
+        module: Any = build_module(model, options, device, groups.size, kind)
     module.start_rounds()
     return module
 

@@ -262,13 +262,14 @@ def plan_offline(
         PlanError: no plan was found in time.
     """
     deadline = Deadline(time_limit_s)
-    rest = autocast, loss_fn, deadline, progress
-    driver = OfflineDriver(problem, model, example_inputs, *rest)
+
+    def driver_for(inputs: Any) -> OfflineDriver:
+        return OfflineDriver(problem, model, inputs, autocast, loss_fn, deadline, progress)
+
+    driver = driver_for(example_inputs)
 
     def replan(factor: int, parts: int) -> Plan:
-        other = driver
-        if parts > 1:
-            other = OfflineDriver(problem, model, last_part(example_inputs, parts), *rest)
+        other = driver_for(last_part(example_inputs, parts)) if parts > 1 else driver
         return other.plan(on_more_ranks(problem, factor))
 
     try:

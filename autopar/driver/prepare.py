@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.arguments import dtype_name, memory_of, strategy_of
 from autopar.capture.channels_last import mark_channels_last
 from autopar.capture.model_info import describe_parameters
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import DisagreementError
 from autopar.ir.graph import ParameterInfo
+from autopar.options import CompileOptions, dtype_name
 from autopar.passes.registration import DISABLE, pass_settings
 from autopar.plan.spec import fingerprint
 from autopar.planner.problem import PlanningProblem
@@ -76,7 +75,8 @@ def _first_difference(model: nn.Module) -> str:
 
 
 def make_problem(
-    arguments: Mapping[str, Any],
+    model: nn.Module,
+    options: CompileOptions,
     parameters: Mapping[str, ParameterInfo],
     world_size: int,
     device: torch.device,
@@ -84,30 +84,29 @@ def make_problem(
     cluster: Cluster | None,
     comm_backend: str,
 ) -> PlanningProblem:
-    """The planning problem of a call of `compile` or `plan`, given its arguments by name.
+    """The planning problem of a model for the ranks of a machine.
 
     Raises:
-        StrategyError: arguments contradict each other, the model or the world.
+        StrategyError: options contradict each other, the model or the world.
     """
-    names = ("strategy", "batch", "lossy", "reduce_precision")
     return PlanningProblem(
-        model=type(arguments["model"]).__name__,
+        model=type(model).__name__,
         parameters=parameters,
         world_size=world_size,
-        strategy=strategy_of(*(arguments[name] for name in names)),
-        memory=memory_of(arguments["memory"]),
-        batch=arguments["batch"],
+        strategy=options.fixed,
+        memory=options.memory_bytes,
+        batch=options.batch,
         precision=dtype_name(autocast),
-        optimizer=arguments["optimizer"],
+        optimizer=options.optimizer,
         cluster=cluster and cluster.spanning(world_size),
         device=device,
         comm_backend=comm_backend,
-        backend=arguments["backend"],
+        backend=options.backend,
     )
 
 
-def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) -> None:
-    """Checks that all ranks called `compile` alike, given its arguments by name.
+def check_call_agrees(problem: PlanningProblem, options: CompileOptions) -> None:
+    """Checks that all ranks called `compile` alike.
 
     Raises:
         DisagreementError: they did not.
@@ -115,19 +114,19 @@ def check_call_agrees(problem: PlanningProblem, arguments: Mapping[str, Any]) ->
     optional = ("example_inputs", "loss_fn", "cluster", "plan")
     settings = {
         "batch mode": problem.batch,  # first, as the strategy depends on it
-        "outputs": arguments["outputs"],
-        "rows": arguments["rows"],
+        "outputs": options.outputs,
+        "rows": options.rows,
         "strategy": problem.strategy,
         "precision": problem.precision,
-        "backend": arguments["backend"],
-        "choice of CUDA graphs": arguments["cuda_graphs"],
+        "backend": options.backend,
+        "choice of CUDA graphs": options.cuda_graphs,
         "memory cap": problem.memory,
-        "verification": arguments["verify"],
-        "number of programs to keep": arguments["max_programs"],
-        "static arguments": tuple(arguments["static"]),
+        "verification": options.verify,
+        "number of programs to keep": options.max_programs,
+        "static arguments": tuple(options.static),
         "optimizer": problem.base().optimizer,
         f"idea of what is given ({', '.join(optional)})": [
-            arguments[name] is not None for name in optional
+            getattr(options, name) is not None for name in optional
         ],
     }
     assert_same_across_ranks(settings, "Call autopar.compile alike on every rank.")

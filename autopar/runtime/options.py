@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autopar.capture.stated_rows import StatedRows
 from autopar.runtime.codegen.recorder import Recorder
+
+Batch = Literal["global", "local"]
+Outputs = Literal["whole", "own"]
 
 MAX_PROGRAMS = 64
 """Programs that a module keeps by default."""
@@ -36,7 +39,7 @@ class Options:
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
-    batch: str = "global"
+    batch: Batch = "global"
     loss_fn: Callable[..., Any] | None = None
     precision: torch.dtype | None = None
     backend: str = "eager"
@@ -52,7 +55,7 @@ class Options:
     row_shares: tuple[float, ...] = ()
     groups: int = 1
     group: int = 0
-    outputs: str = "whole"
+    outputs: Outputs = "whole"
     rows: StatedRows | None = None
     on_trial: bool = False
 

@@ -18,7 +18,6 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.arguments import precision_of
 from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.common.constant_draws import ConstantDraws
@@ -26,8 +25,10 @@ from autopar.common.notices import NumericsNote, warn_once
 from autopar.common.tolerances import TOLERANCES
 from autopar.common.world import rank
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
+from autopar.driver.compile_model import compile_model
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
 from autopar.formatting import printable
+from autopar.options import CompileOptions
 from autopar.plan.spec import fingerprint
 from autopar.report.plan import Plan
 from autopar.report.table import compressed
@@ -38,41 +39,35 @@ from autopar.runtime.parameters.distribute import broadcast_from_rank0, is_remot
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.deviation import Comparison, Deviation, Verification
 
-Compile = Callable[..., DistributedModule]
-"""`autopar.compile`, which imports this module."""
-
 
 def compare_training(
-    compile: Compile,
     model: nn.Module,
-    plan: Plan | None,
     call: tuple[list[Any], Any],
-    loss: Callable[[Any], Tensor] | None,
-    optimizer: Optimizer | None,
-    steps: int,
-    double: bool,
-    tolerance: float | None,
-    options: Mapping[str, Any],
+    options: CompileOptions,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    steps: int = 3,
+    double: bool = True,
+    tolerance: float | None = None,
 ) -> Verification:
-    """Trains copies of a model with and without a plan; rank 0 prints the verdict.
+    """Trains copies of a model compiled and plain; rank 0 prints the verdict.
 
-    `call` holds flattened arguments and their structure, `options` further arguments of `compile`.
-    `compile` chooses a plan if None is given; the default optimizer is SGD with momentum.
-    `double` trains in float64.
+    `call` holds flattened arguments and their structure: the batch of every step. Without a plan
+    in `options` one is chosen. The default optimizer is SGD with momentum. `double` trains in
+    float64.
 
     Raises:
         StrategyError: the arguments have no values, the model returns nothing to train, or it
             draws random numbers in code compiled by a backend.
     """
-    options, (leaves, structure) = dict(options), call
+    leaves, structure = call
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
-        world_size, timeout_s = options.get("world_size"), options.get("timeout_s", 300.0)
-        device = device_of(model, options.pop("device", None))
-        ensure_process_group(device, world_size, timeout_s)
+        device = device_of(model, options.device)
+        ensure_process_group(device, options.world_size, options.timeout_s)
         plain = copy.deepcopy(model)
-        deferred = DeferredValues.of(plain, device, options.pop("init_fn", None))
+        deferred = DeferredValues.of(plain, device, options.init_fn)
         if is_multi_rank():
             broadcast_from_rank0([*plain.parameters(), *plain.buffers()])
         if deferred is not None:
@@ -84,24 +79,27 @@ def compare_training(
             for index, leaf in enumerate(leaves := list(leaves)):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     leaves[index] = leaf.double()
-            if plan is not None:  # the same buckets
-                parameters = describe_parameters(plain)
-                sizes = tuple((name, p.bytes) for name, p in parameters.items())
-                key = fingerprint(parameters.values())
-                plan = replace(plan, fingerprint=key, parameter_bytes=sizes)
-        if optimizer is not None:
-            is_instance = isinstance(optimizer, torch.optim.Optimizer)
-            options = {"optimizer": type(optimizer) if is_instance else optimizer, **options}
-        if plan is None:
+            if options.plan is not None:
+                options = replace(options, plan=_for_parameters(options.plan, plain))
+        inputs = None
+        if options.plan is None:
             args, kwargs = pytree.tree_unflatten(leaves, structure)
-            options["example_inputs"] = kwargs if kwargs else args
-        parallel = compile(copy.deepcopy(plain), plan=plan, **options)
-        batch = _batches(leaves, structure, options.get("batch", "global"), parallel)
+            inputs = kwargs if kwargs else args
+        options = replace(options, example_inputs=inputs, device=None, init_fn=None)
+        parallel = compile_model(copy.deepcopy(plain), options)
+        batch = _batches(leaves, structure, options.batch, parallel)
         make = optimizer or _sgd
         result = _compare_steps(plain, parallel, batch, loss, make, options, steps, tolerance)
     if rank() == 0:
         print_verdict(result)
     return result
+
+
+def _for_parameters(plan: Plan, model: nn.Module) -> Plan:
+    """The plan of a model whose parameters became float64, with the same buckets."""
+    parameters = describe_parameters(model)
+    sizes = tuple((name, p.bytes) for name, p in parameters.items())
+    return replace(plan, fingerprint=fingerprint(parameters.values()), parameter_bytes=sizes)
 
 
 def print_verdict(result: Verification) -> None:
@@ -111,9 +109,7 @@ def print_verdict(result: Verification) -> None:
     Console().print(text, soft_wrap=True, highlight=False)
 
 
-def verify_first_call(
-    compile: Compile, module: DistributedModule, leaves: Sequence[Any], structure: Any
-) -> None:
+def verify_first_call(module: DistributedModule, leaves: Sequence[Any], structure: Any) -> None:
     """Verifies a compiled module's plan on the flattened batch of its first training call.
 
     Raises:
@@ -123,10 +119,18 @@ def verify_first_call(
         message = "verify=True does not compare what trains without a plan"
         warn_once(FallbackWarning, f"{message}: autopar.verify(model, ...) does")
         return
-    names = ("loss_fn", "batch", "outputs", "rows", "precision", "backend", "static")
-    options = {name: getattr(module._options, name) for name in names}
-    call, plain = (list(leaves), structure), _plain_copy(module)
-    result = compare_training(compile, plain, module.plan, call, None, None, 3, True, None, options)
+    made = module._options
+    options = CompileOptions(
+        plan=module.plan,
+        loss_fn=made.loss_fn,
+        batch=made.batch,
+        outputs=made.outputs,
+        rows=made.rows,
+        precision=made.precision or "fp32",
+        backend=made.backend,
+        static=made.static,
+    )
+    result = compare_training(_plain_copy(module), (list(leaves), structure), options)
     if not result.passed:
         raise VerificationError(
             f"this plan does not train as the plain model does.\n{result}\nTrain under another "
@@ -184,7 +188,7 @@ def _compare_steps(
     batch: tuple[Any, Any, float],
     loss: Callable[[Any], Tensor] | None,
     optimizer: Optimizer,
-    options: Mapping[str, Any],
+    options: CompileOptions,
     steps: int,
     tolerance: float | None,
 ) -> Verification:
@@ -200,7 +204,7 @@ def _compare_steps(
             result = _run_plain(plain, options, *pytree.tree_map(_detached_copy, whole))
             expected = take_loss(result)
             expected.backward()
-        if plain_draws.names and (backend := options.get("backend", "eager")) != "eager":
+        if plain_draws.names and (backend := options.backend) != "eager":
             raise StrategyError(
                 f"the model draws random numbers ({', '.join(plain_draws.names)}), which verify "
                 f"cannot hold still in code compiled by {backend!r}. Verify with backend='eager', "
@@ -247,8 +251,8 @@ def _compare_steps(
     )
 
 
-def _run_plain(model: nn.Module, options: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-    loss_fn, dtype = options.get("loss_fn"), precision_of(options.get("precision"))
+def _run_plain(model: nn.Module, options: CompileOptions, args: Any, kwargs: Any) -> Any:
+    loss_fn, dtype = options.loss_fn, options.autocast
     with torch.autocast(device_of(model).type, dtype, enabled=dtype is not None):
         if loss_fn is None:
             return model(*args, **kwargs)

@@ -1,44 +1,136 @@
-"""Arguments of `compile`, `plan` and `verify`: checks before any work, and conversions."""
+"""`CompileOptions`: the arguments of `compile`, `plan` and `verify`, checked before any work."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autopar.capture.call import call_of, flattened
 from autopar.capture.stated_rows import StatedRows
-from autopar.common.checks import MAX_RANKS, choice, count, demand, flag, nbytes, seconds, texts
+from autopar.common.checks import (
+    choice,
+    count,
+    demand,
+    flag,
+    nbytes,
+    seconds,
+    suggests_fields,
+    texts,
+)
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.topology.devices import find_device
 from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo
 from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.report.plan import Plan
+from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
+
+ReducePrecision = Literal["bf16"]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 MOST_TRIALS = 1000
 
 
-def check(*required: str, **given: Any) -> None:
-    """Checks arguments by name; optional ones may be None, unless `required` here.
+@suggests_fields
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """All arguments of `compile` but the model; its docstring explains each.
 
     Raises:
         StrategyError: an argument is invalid; the message says what to give.
-        TypeError: there is no argument of that name.
     """
-    for name, value in given.items():
-        if name not in _CHECKS:
-            raise TypeError(f"there is no argument {name!r}; there are {', '.join(_CHECKS)}")
-        if value is not None or name in required or name not in _OPTIONAL:
-            _CHECKS[name](name, value)
-    if given.get("example_inputs") is not None and given.get("loss_fn") is None:
-        _check_fit(given["model"], given["example_inputs"])
+
+    world_size: int | None = None
+    example_inputs: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: MakeOptimizer = torch.optim.AdamW
+    strategy: str | Strategy = "auto"
+    memory: int | str | None = None
+    cluster: Cluster | None = None
+    plan: Plan | None = None
+    batch: Batch = "global"
+    outputs: Outputs = "whole"
+    rows: int | Mapping[str | int, int] | StatedRows | None = None
+    precision: str | torch.dtype | None = None
+    reduce_precision: ReducePrecision | None = None
+    lossy: bool | Sequence[str] = False
+    backend: str = "eager"
+    cuda_graphs: bool = False
+    fallback: bool = True
+    timeout_s: float = 300.0
+    time_limit_s: float | None = 60.0
+    trials: int | None = None
+    verify: bool = False
+    device: str | torch.device | None = None
+    init_fn: Callable[[nn.Module], Any] | None = None
+    max_programs: int = MAX_PROGRAMS
+    static: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                _CHECKS[field.name](field.name, value)
+
+    def in_plain_torch(self) -> CompileOptions:
+        """The options under AUTOPAR_PLAIN=1, which trains the plain model under torch's DDP."""
+        return replace(
+            self,
+            world_size=None,
+            strategy="ddp",
+            plan=None,
+            example_inputs=None,
+            lossy=False,
+            backend="eager",
+            cuda_graphs=False,
+            fallback=True,
+            verify=False,
+        )
+
+    @property
+    def fixed(self) -> Strategy:
+        """The choices that are not the planner's.
+
+        Ranks with their own rows share a model only on request.
+        """
+        strategy = Strategy.of(self.strategy).allowing(self.lossy)
+        if self.reduce_precision is not None:
+            strategy = replace(strategy, reduce_precision=self.reduce_precision)
+        return replace(strategy, search=()) if self.batch == "local" else strategy
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory cap of a rank in bytes."""
+        return None if self.memory is None else nbytes("memory", self.memory)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast, None for none: the plan's where `precision` is not given."""
+        if self.precision is None and self.plan is not None and self.plan.precision is not None:
+            return getattr(torch, self.plan.precision)
+        return precision_of(self.precision)
+
+
+def check_model(model: Any) -> None:
+    """Raises StrategyError if this is no module, such as its class."""
+    wanted = "give an nn.Module" + (", not its class" if isinstance(model, type) else "")
+    demand(isinstance(model, nn.Module), "model", model, wanted)
+
+
+def check_inputs(model: nn.Module, options: CompileOptions, *, required: bool = False) -> None:
+    """Raises StrategyError if example inputs do not fit forward, or are missing but required."""
+    inputs = options.example_inputs
+    if required and inputs is None:
+        _inputs("example_inputs", inputs)
+    if inputs is not None and options.loss_fn is None:
+        _check_fit(model, inputs)
 
 
 def _check_fit(model: nn.Module, example_inputs: Any) -> None:
@@ -54,11 +146,6 @@ def _check_fit(model: nn.Module, example_inputs: Any) -> None:
             f"example_inputs do not fit {type(model).__name__}.forward{signature}: {error}. Give "
             "its arguments: a tuple in their order, or a dict by name."
         ) from None
-
-
-def memory_of(memory: int | str | None) -> int | None:
-    """The memory cap in bytes."""
-    return None if memory is None else nbytes("memory", memory)
 
 
 def precision_of(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -99,24 +186,6 @@ def priced_precision(
 def dtype_name(dtype: torch.dtype | None) -> str | None:
     """The name of a dtype without "torch."."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def strategy_of(
-    strategy: str | Strategy,
-    batch: str,
-    lossy: bool | Sequence[str],
-    reduce_precision: Any,
-) -> Strategy:
-    """The fixed choices; ranks with their own rows share a model only on request."""
-    fixed = Strategy.of(strategy).allowing(lossy)
-    if reduce_precision is not None:
-        fixed = replace(fixed, reduce_precision=reduce_precision)
-    return replace(fixed, search=()) if batch == "local" else fixed
-
-
-def _model(name: str, value: Any) -> None:
-    wanted = "give an nn.Module" + (", not its class" if isinstance(value, type) else "")
-    demand(isinstance(value, nn.Module), name, value, wanted)
 
 
 def _inputs(name: str, value: Any) -> None:
@@ -176,6 +245,11 @@ def _rows(name: str, value: Any) -> None:
     demand(ok, name, value, 'give a dim, or dims by name or position: {"x": 1, "y": 0}')
 
 
+def _limit_s(name: str, value: Any) -> None:
+    if value is not None:
+        seconds(name, value, zero=True)
+
+
 def _device(name: str, value: Any) -> None:
     try:
         known = torch.device(value).type != "meta"
@@ -185,11 +259,9 @@ def _device(name: str, value: Any) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    "model": _model,
     "world_size": count,
     "example_inputs": _inputs,
     "loss_fn": _loss,
-    "loss": _callable,
     "optimizer": _optimizer,
     "strategy": lambda name, value: Strategy.of(value),
     "memory": nbytes,
@@ -204,35 +276,12 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "backend": _backend,
     "fallback": flag,
     "cuda_graphs": flag,
-    "double": flag,
     "verify": flag,
-    "steps": count,
     "timeout_s": seconds,
-    "time_limit_s": lambda name, value: seconds(name, value, zero=True),
+    "time_limit_s": _limit_s,
     "trials": lambda name, value: count(name, value, 0, MOST_TRIALS),
-    "rank": lambda name, value: count(name, value, 0, MAX_RANKS - 1),
-    "progress": _callable,
     "device": _device,
     "init_fn": _callable,
     "max_programs": count,
     "static": lambda name, value: texts(name, value, "give a list of names"),
 }
-
-_OPTIONAL = frozenset(
-    {
-        "rows",
-        "world_size",
-        "example_inputs",
-        "loss_fn",
-        "loss",
-        "memory",
-        "cluster",
-        "plan",
-        "precision",
-        "reduce_precision",
-        "time_limit_s",
-        "trials",
-        "device",
-        "init_fn",
-    }
-)
