@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from autopar.ir.placement import Replicate, Shard
     from autopar.offload.optimizer import OffloadedOptimizer
     from autopar.plan.outer import Outer
+    from autopar.plan.plan import Plan
     from autopar.plan.strategy import Strategy
-    from autopar.report.plan import Plan
     from autopar.runtime.module import DistributedModule
     from autopar.runtime.pretrained import load_pretrained
     from autopar.verification.deviation import Deviation, Verification
@@ -93,7 +93,7 @@ _HOMES = {
     "DistributedModule": "autopar.runtime.module",
     "OffloadedOptimizer": "autopar.offload.optimizer",
     "Outer": "autopar.plan.outer",
-    "Plan": "autopar.report.plan",
+    "Plan": "autopar.plan.plan",
     "Replicate": "autopar.ir.placement",
     "Shard": "autopar.ir.placement",
     "Strategy": "autopar.plan.strategy",

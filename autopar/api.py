@@ -33,9 +33,9 @@ from autopar.options import (
     check_inputs,
     check_model,
 )
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.search.mesh_search import ReportProgress
-from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
 from autopar.verification.deviation import Verification

@@ -28,8 +28,8 @@ from autopar.commands.help_text import JSON, add_command, print_json
 from autopar.commands.plain_console import PlainConsole
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import duration, human_bytes, printable
+from autopar.plan.plan import Plan
 from autopar.report.diff import diff_lines
-from autopar.report.plan import Plan
 
 NOTHING_FITS = 3
 """Exit status if no plan fits under the memory cap; other errors have 2."""

@@ -27,8 +27,8 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.topology.devices import find_device
 from autopar.errors import StrategyError
 from autopar.ir.graph import ParameterInfo
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
-from autopar.report.plan import Plan
 from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
 
 ReducePrecision = Literal["bf16"]

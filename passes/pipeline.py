@@ -30,13 +30,13 @@ from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.registration import with_registered
 from autopar.passes.tensor_parallel.cast_before_reduce import CastBeforeReduce
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.plan.decisions import Decisions
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
-from autopar.plan.spec import PlanSpec
 
 
 def build_pass_pipeline(
-    plan: PlanSpec,
+    decisions: Decisions,
     rank: int,
     backend: str,
     *,
@@ -50,11 +50,11 @@ def build_pass_pipeline(
     """The passes of a plan without pipeline stages, from the captured graph to a rank's program.
 
     Args:
-        plan: the plan.
+        decisions: what the plan decides.
         rank: this rank in the world.
         backend: torch.distributed backend to lower collectives for.
-        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order;
-            nodes along axes left out are replicated.
+        op_strategies: strategies of the nodes along each axis of `decisions.partitions`, in that
+            order; nodes along axes left out are replicated.
         micro_batches: number of micro-batches of a rank, of which the graph computes one.
         hold: keep gradients unreduced, as under `no_sync`.
         held: parameters with unreduced gradients from earlier calls.
@@ -65,36 +65,36 @@ def build_pass_pipeline(
         StrategyError: the graph would be wrong without a pass in `disable`, or a name is unknown.
     """
     model = build_model_pipeline(
-        plan, rank, op_strategies=op_strategies, micro_batches=micro_batches
+        decisions, rank, op_strategies=op_strategies, micro_batches=micro_batches
     )
-    stage = build_stage_pipeline(plan, rank, backend, hold=hold, held=held, compiled=compiled)
+    stage = build_stage_pipeline(decisions, rank, backend, hold=hold, held=held, compiled=compiled)
     return (model + stage).without(disable)
 
 
 def build_model_pipeline(
-    plan: PlanSpec,
+    decisions: Decisions,
     rank: int,
     *,
     op_strategies: Sequence[NodeStrategies] = (),
     micro_batches: int = 1,
 ) -> PassPipeline:
     """The passes of `build_pass_pipeline` before the model is split into pipeline stages."""
-    coordinate = Layout(plan).coordinate(rank)
-    axes = tuple(partition.axis for partition in plan.partitions)
+    coordinate = Layout(decisions).coordinate(rank)
+    axes = tuple(partition.axis for partition in decisions.partitions)
     passes: list[Pass] = []
-    if plan.pipeline is not None:
-        passes.append(PlaceStages(plan.pipeline.uses, plan.pipeline.stages))
+    if decisions.pipeline is not None:
+        passes.append(PlaceStages(decisions.pipeline.uses, decisions.pipeline.stages))
     for axis, strategies in zip_longest(axes, op_strategies, fillvalue=()):
         passes.append(PartitionAxis(axis, coordinate[axis], strategies))  # type: ignore[index,arg-type]
     if micro_batches > 1:
         passes.append(AccumulateMicroBatches())
-    elif plan.dp_size > 1:
+    elif decisions.dp_size > 1:
         passes.append(AssignBatchAxis(DATA_AXIS))
     return with_registered(PassPipeline(tuple(passes)), is_last=False)
 
 
 def build_stage_pipeline(
-    plan: PlanSpec,
+    decisions: Decisions,
     rank: int,
     backend: str,
     *,
@@ -109,47 +109,49 @@ def build_stage_pipeline(
     With `accumulate`, another micro-batch follows, so that the gradients in
     `Layout.unsharded_grad_params` stay unreduced.
     """
-    coordinate = Layout(plan).coordinate(rank)
-    axes = [partition.axis for partition in plan.partitions]
+    coordinate = Layout(decisions).coordinate(rank)
+    axes = [partition.axis for partition in decisions.partitions]
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
     passes += [] if compiled else [FuseCrossEntropy()]
-    passes.append(CheckpointActivations(plan.recompute, plan.activation_bytes, compiled))
-    if axes and plan.reduce_precision is None:
+    passes.append(CheckpointActivations(decisions.recompute, decisions.activation_bytes, compiled))
+    if axes and decisions.reduce_precision is None:
         passes.append(CastBeforeReduce())
-    passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in plan.partitions)
-    if plan.dp_size > 1:
-        passes += _data_parallel(plan, coordinate[DATA_AXIS], hold, held, accumulate)
-    if plan.compressions.activations:
-        passes.append(CompressActivations(plan.compressions.activations))
-    if plan.dp_size > 1:
-        passes += (HierarchicalCollectives(levels) for levels in plan.levels if levels.from_bytes)
+    passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in decisions.partitions)
+    if decisions.dp_size > 1:
+        passes += _data_parallel(decisions, coordinate[DATA_AXIS], hold, held, accumulate)
+    if decisions.compressions.activations:
+        passes.append(CompressActivations(decisions.compressions.activations))
+    if decisions.dp_size > 1:
+        passes += (
+            HierarchicalCollectives(levels) for levels in decisions.levels if levels.from_bytes
+        )
         axes.insert(0, DATA_AXIS)
     if axes:
-        passes.append(ScheduleOverlap(plan.prefetch, plan.in_flight, plan.overlaps))
+        passes.append(ScheduleOverlap(decisions.prefetch, decisions.in_flight, decisions.overlaps))
     passes += (LowerCollectives(backend, coordinate[axis], axis) for axis in axes)
-    if plan.offload_parameters:
-        passes.append(OffloadParameters(plan.offload_dir))
-    if plan.offload:
-        passes.append(OffloadActivations(plan.offload, plan.offload_dir))
+    if decisions.offload_parameters:
+        passes.append(OffloadParameters(decisions.offload_dir))
+    if decisions.offload:
+        passes.append(OffloadActivations(decisions.offload, decisions.offload_dir))
     return with_registered(PassPipeline(tuple(passes)), is_last=True).without(disable)
 
 
 def _data_parallel(
-    plan: PlanSpec, dp_rank: int, hold: bool, held: tuple[str, ...], accumulate: bool
+    decisions: Decisions, dp_rank: int, hold: bool, held: tuple[str, ...], accumulate: bool
 ) -> Iterator[Pass]:
-    layout = Layout(plan)
+    layout = Layout(decisions)
     unreduced = layout.unsharded_grad_params if accumulate else ()
     if hold:
-        unreduced = tuple(dict(plan.parameter_bytes))
+        unreduced = tuple(dict(decisions.parameter_bytes))
     shard_rank = coordinate_on(layout.shard_axis, dp_rank, layout.axes)
-    yield ShardParameters(layout.shard_axis, shard_rank, plan.zero_stages)
+    yield ShardParameters(layout.shard_axis, shard_rank, decisions.zero_stages)
     yield CastBeforeGather()
-    options = (unreduced, held, layout.shard_axis, plan.reduce_precision or "")
+    options = (unreduced, held, layout.shard_axis, decisions.reduce_precision or "")
     yield SynchronizeGradients(DATA_AXIS, dp_rank, *options)
-    yield BucketCollectives(plan.buckets, plan.bucket_bytes)
-    buckets, chosen = plan.buckets, plan.compressions
+    yield BucketCollectives(decisions.buckets, decisions.bucket_bytes)
+    buckets, chosen = decisions.buckets, decisions.compressions
     if any(chosen.reduce):
-        yield CompressGradients(buckets.reduce, chosen.reduce, dp_rank, plan.levels)
+        yield CompressGradients(buckets.reduce, chosen.reduce, dp_rank, decisions.levels)
     if any((*chosen.gather, *chosen.regather)):
         gather = tuple(zip(buckets.gather, chosen.gather, strict=True))
         yield CompressGathers(gather, tuple(zip(buckets.regather, chosen.regather, strict=True)))

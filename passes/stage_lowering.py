@@ -18,9 +18,9 @@ from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_model_pipeline, build_stage_pipeline
 from autopar.passes.pipeline_parallel.split_stages import PipelineStages, split_stages
+from autopar.plan.decisions import Decisions
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
-from autopar.plan.spec import PlanSpec
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ GATHER_ONCE_STAGES = (1, 2)
 
 def place_plan_stages(
     graph: TrainingGraph,
-    plan: PlanSpec,
+    decisions: Decisions,
     rank: int,
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
@@ -39,36 +39,37 @@ def place_plan_stages(
 
     Args:
         graph: captured graph of one micro-batch.
-        plan: plan with a pipeline.
+        decisions: what a plan with a pipeline decides.
         rank: this rank in the world.
-        op_strategies: strategies of the nodes along each axis of `plan.partitions`, in that order.
+        op_strategies: strategies of the nodes along each axis of `decisions.partitions`, in that
+            order.
         micro_batches: number of micro-batches of each rank.
     """
-    batch = {BATCH: plan.dp_size * micro_batches} if micro_batches > 1 else {}
-    axes = Layout(plan).axes
+    batch = {BATCH: decisions.dp_size * micro_batches} if micro_batches > 1 else {}
+    axes = Layout(decisions).axes
     graph = replace(graph, axes={**axes, **batch})
     passes = build_model_pipeline(
-        plan, rank, op_strategies=op_strategies, micro_batches=micro_batches
+        decisions, rank, op_strategies=op_strategies, micro_batches=micro_batches
     )
     return replace(run_passes(graph, passes), axes=axes)  # drop `BATCH`, which is no mesh axis
 
 
 def split_plan_stages(
     graph: TrainingGraph,
-    plan: PlanSpec,
+    decisions: Decisions,
     rank: int,
     op_strategies: Sequence[NodeStrategies],
     micro_batches: int,
 ) -> PipelineStages:
     """The graphs of all stages of a captured micro-batch, partitioned for one rank."""
-    assert plan.pipeline is not None
-    placed = place_plan_stages(graph, plan, rank, op_strategies, micro_batches)
-    return split_stages(placed, plan.pipeline.stages)
+    assert decisions.pipeline is not None
+    placed = place_plan_stages(graph, decisions, rank, op_strategies, micro_batches)
+    return split_stages(placed, decisions.pipeline.stages)
 
 
 def build_microbatch_pipelines(
     graph: TrainingGraph,
-    plan: PlanSpec,
+    decisions: Decisions,
     rank: int,
     backend: str,
     *,
@@ -83,15 +84,21 @@ def build_microbatch_pipelines(
     Only the last micro-batch reduces the gradients that earlier ones keep unreduced. Arguments are
     as in `build_pass_pipeline`, for the graph of a stage.
     """
-    several = plan.dp_size > 1 and micro_batches > 1
+    several = decisions.dp_size > 1 and micro_batches > 1
     own: tuple[str, ...] = ()
     if not hold:
         gradients = (r.of for r in graph.outputs if isinstance(r, Gradient))
         trained = {of.name for of in gradients if isinstance(of, Parameter)}
-        kept = (n for n in Layout(plan).unsharded_grad_params if several and n in trained)
+        kept = (n for n in Layout(decisions).unsharded_grad_params if several and n in trained)
         own = tuple(n for n in dict.fromkeys((*held, *kept)) if n in graph.parameters)
     build = partial(
-        build_stage_pipeline, plan, rank, backend, hold=hold, compiled=compiled, disable=disable
+        build_stage_pipeline,
+        decisions,
+        rank,
+        backend,
+        hold=hold,
+        compiled=compiled,
+        disable=disable,
     )
     last = build(held=own)
     return last, build(accumulate=True) if several else last
@@ -126,13 +133,16 @@ class MicrobatchPrograms:
 
 
 def lower_stage(
-    graph: TrainingGraph, passes: tuple[Sequence[Pass], Sequence[Pass]], plan: PlanSpec, count: int
+    graph: TrainingGraph,
+    passes: tuple[Sequence[Pass], Sequence[Pass]],
+    decisions: Decisions,
+    count: int,
 ) -> MicrobatchPrograms:
     """Lowers a stage for `count` micro-batches by the result of `build_microbatch_pipelines`."""
     at_last, before = passes
     last = run_passes(graph, at_last)
     more = last if before == at_last else run_passes(graph, before)
-    zero = dict(plan.zero_stages)
+    zero = dict(decisions.zero_stages)
     if count == 1 or not once_gathered_params(more, zero):
         return MicrobatchPrograms(more, more, last)
     later = import_gathered(more, zero)

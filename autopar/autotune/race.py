@@ -17,7 +17,7 @@ from autopar.autotune.round_times import RoundTimes
 from autopar.cost_model.host import free_memory_bytes
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.errors import AutoparError, CommunicationError, DisagreementError
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.group_cache import abort_temporary_groups, temporary_groups
 

@@ -15,12 +15,12 @@ from autopar._torch import pytree
 from autopar.autotune.race import Trial, benchmark_plans, memory_budget
 from autopar.cost_model.memory.optimizer_memory import Optimizer
 from autopar.formatting import duration
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp
 from autopar.planner.machine import ranks_of
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import AUTOTUNE_MARGIN
 from autopar.planner.search.pipeline_search import step_s
-from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, is_multi_rank
 from autopar.runtime.module import DistributedModule
 

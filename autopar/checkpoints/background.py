@@ -26,7 +26,7 @@ from autopar.checkpoints.torch_index import INDEX
 from autopar.common.groups import gather_values, gloo_group
 from autopar.common.world import rank
 from autopar.errors import CheckpointError
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import is_multi_rank
 
 PLAN = "plan.json"

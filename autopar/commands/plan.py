@@ -18,10 +18,10 @@ from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import StrategyError
 from autopar.ir.placement import placement_of
 from autopar.plan.pipeline import SCHEDULES
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import MESH, Strategy
 from autopar.report.brief import brief, coloured, figures, wrapped
 from autopar.report.explain import with_reasons
-from autopar.report.plan import Plan
 
 FIXED = ("tp", "cp", "ep", "pp", "micro_batches", "schedule", "compress")
 """Options that are fields of a strategy with the same name."""

@@ -18,10 +18,10 @@ from autopar.common.documents import write_text
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import SEARCHED, ZERO_OF_NAME, Strategy
 from autopar.planner.search.reduced_models import only_few_blocks
 from autopar.report.html.scaling import scaling_page
-from autopar.report.plan import Plan
 from autopar.report.scaling import ScalePoint, Scaling
 
 DEFAULT = ("ddp", "zero1", "zero3", "tp8+zero1")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from autopar.plan.plan import Plan
 from autopar.planner.problem import PlanningProblem
-from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import gather_objects, run_on_all_ranks
 from autopar.runtime.watch.balance import why_not_balanced
 

@@ -14,7 +14,7 @@ from autopar.driver.live import LivePlanner
 from autopar.driver.prepare import check_call_agrees, make_problem, take_over
 from autopar.environment import asks_for_plain
 from autopar.options import CompileOptions
-from autopar.plan.spec import check_plan
+from autopar.plan.decisions import check_plan
 from autopar.profiler.profiler import profiler
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.codegen.cuda_graphs import check_machine, check_strategy

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autopar.common.deadline import Deadline
+from autopar.plan.plan import Plan
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import CandidateConfig
@@ -15,7 +16,6 @@ from autopar.planner.machine import Machine
 from autopar.planner.problem import Baseline, Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, fastest_mesh
-from autopar.report.plan import Plan
 
 MESH_SHARE = 0.2
 """Fraction of the time limit for improving on the first plan of one of several meshes."""

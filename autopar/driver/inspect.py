@@ -16,11 +16,11 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.stage_lowering import GATHER_ONCE_STAGES, split_plan_stages
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.plan.decisions import check_plan
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies, rescale_interleave, rows_of
-from autopar.plan.spec import check_plan
+from autopar.plan.plan import Plan
 from autopar.planner.placement.unmeasured import repartition
-from autopar.report.plan import Plan
 from autopar.runtime.codegen.program import with_axes
 
 

@@ -25,6 +25,7 @@ from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.roles import Gradient
 from autopar.operators.offload import check_lower_level
 from autopar.plan.partition import NodeStrategies, Partition
+from autopar.plan.plan import Plan
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.follow import follow
 from autopar.planner.placement.unmeasured import repartition
@@ -39,7 +40,6 @@ from autopar.planner.search.mesh_search import EstimateMesh
 from autopar.planner.search.oom_advice import plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
 from autopar.profiler.profiler import Profiler
-from autopar.report.plan import Plan
 from autopar.report.table import compressed
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import (

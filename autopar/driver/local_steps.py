@@ -18,8 +18,8 @@ from autopar.formatting import duration
 from autopar.options import CompileOptions
 from autopar.plan.layout import Layout
 from autopar.plan.outer import LocalSteps, PlannedSteps
+from autopar.plan.plan import Plan
 from autopar.planner.problem import PlanningProblem
-from autopar.report.plan import Plan
 from autopar.runtime.local_steps.average import INT8_BLOCK
 from autopar.runtime.local_steps.groups import Groups, group_size
 from autopar.runtime.local_steps.module import LocalStepsModule

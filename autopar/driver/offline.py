@@ -20,6 +20,7 @@ from autopar.driver.driver import Driver
 from autopar.errors import BatchError, PlanError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
 from autopar.planner.machine import Machine, absent
@@ -32,7 +33,6 @@ from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, Too
 from autopar.planner.search.oom_advice import on_more_ranks, plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
 from autopar.planner.search.reduced_models import ReducedModels
-from autopar.report.plan import Plan
 
 ESTIMATES_SHARE = 0.5
 """Fraction of the time limit for estimates of meshes."""
@@ -135,9 +135,9 @@ class OfflineDriver(Driver):
             machine = self._absent_machine(problem)
             own = self.deadline.part(self.share)
             context = replace(context, deadline=lambda: own() and self._searching())
-            plan, config = plan_extended(problem, self._models, machine, context)
-            self._extended[plan.name] = problem, config
-            return plan
+            best = plan_extended(problem, self._models, machine, context)
+            self._extended[best.plan.name] = problem, best.config
+            return best.plan
         if self.deadline.armed and self._whole_s(problem.strategy.stages) > self.deadline.left_s:
             raise TooCostlyError("lowering takes longer than the time that is left")
         return super().plan_mesh(problem, context, first)

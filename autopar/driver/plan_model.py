@@ -14,9 +14,9 @@ from autopar.driver.local_steps import with_local_steps
 from autopar.driver.offline import plan_offline
 from autopar.driver.prepare import make_problem
 from autopar.options import CompileOptions, priced_precision
+from autopar.plan.plan import Plan
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_search import ReportProgress
-from autopar.report.plan import Plan
 from autopar.runtime.planned_module import check_not_compiled
 
 

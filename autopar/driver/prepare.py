@@ -15,7 +15,7 @@ from autopar.errors import DisagreementError
 from autopar.ir.graph import ParameterInfo
 from autopar.options import CompileOptions, dtype_name
 from autopar.passes.registration import DISABLE, pass_settings
-from autopar.plan.spec import fingerprint
+from autopar.plan.decisions import fingerprint
 from autopar.planner.problem import PlanningProblem
 from autopar.runtime.agreement.captured_graph import versions
 from autopar.runtime.agreement.consensus import (
@@ -124,7 +124,7 @@ def check_call_agrees(problem: PlanningProblem, options: CompileOptions) -> None
         "verification": options.verify,
         "number of programs to keep": options.max_programs,
         "static arguments": tuple(options.static),
-        "optimizer": problem.base().optimizer,
+        "optimizer": problem.optimizer_name,
         f"idea of what is given ({', '.join(optional)})": [
             getattr(options, name) is not None for name in optional
         ],

@@ -23,8 +23,8 @@ from autopar.errors import StrategyError
 from autopar.integrations.loaders import whole_batches
 from autopar.integrations.optimizers import follow_parameters, load_optimizer_state, model_of
 from autopar.integrations.rows import gather_results
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.safetensors_files import read_whole
 

@@ -14,8 +14,8 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.integrations.accelerate import AutoparAccelerator
 from autopar.integrations.optimizers import follow_parameters
 from autopar.integrations.rows import whole_rows
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.states.methods import same_config
 

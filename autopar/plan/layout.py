@@ -13,68 +13,70 @@ from autopar.ir.mesh_levels import (
     level,
 )
 from autopar.ir.placement import Placement, Replicate, Shard, placement_of
-from autopar.plan.spec import PlanSpec
+from autopar.plan.decisions import Decisions
 
 
 @dataclass(frozen=True)
 class Layout:
     """Mesh and placements of the parameters of a plan."""
 
-    plan: PlanSpec
+    decisions: Decisions
 
     @property
     def shards_parameters(self) -> bool:
         """Whether some parameter is sharded between steps."""
-        sharded = self.plan.dp_size > 1 and any(stage for _, stage in self.plan.zero_stages)
-        return sharded or any(partition.parameters for partition in self.plan.partitions)
+        sharded = self.decisions.dp_size > 1 and any(
+            stage for _, stage in self.decisions.zero_stages
+        )
+        return sharded or any(partition.parameters for partition in self.decisions.partitions)
 
     @property
     def interleaves(self) -> bool:
         """Whether some parameter has an interleaved shard placement."""
-        placements = (p for each in self.plan.partitions for p in each.layouts.values())
+        placements = (p for each in self.decisions.partitions for p in each.layouts.values())
         return any(isinstance(p, Shard) and p.interleave > 1 for p in placements)
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes and of their levels."""
-        mesh, levels = dict(self.plan.mesh), self.plan.levels
+        mesh, levels = dict(self.decisions.mesh), self.decisions.levels
         return mesh | {k: n for own in levels for k, n in own.sizes(mesh[own.axis]).items()}
 
     @property
     def shard_axis(self) -> str:
         """Axis or level that ZeRO shards parameters over."""
-        return level(DATA_AXIS, INTRA_NODE) if self.plan.hybrid else DATA_AXIS
+        return level(DATA_AXIS, INTRA_NODE) if self.decisions.hybrid else DATA_AXIS
 
     @property
     def storage(self) -> tuple[tuple[str, int], ...]:
         """Mesh of the parameters, with torch's names for the levels of a hybrid data axis."""
-        if not self.plan.hybrid:
-            return self.plan.mesh
+        if not self.decisions.hybrid:
+            return self.decisions.mesh
         levels = zip(DATA_STORAGE_AXES, (INTER_NODE, INTRA_NODE), strict=True)
         parts = [(name, self.axes[level(DATA_AXIS, part)]) for name, part in levels]
-        own = [parts if axis == DATA_AXIS else [(axis, size)] for axis, size in self.plan.mesh]
+        own = [parts if axis == DATA_AXIS else [(axis, size)] for axis, size in self.decisions.mesh]
         return tuple(item for items in own for item in items)
 
     @property
     def shard_order(self) -> tuple[str, ...]:
         """Axes of `storage` in the order of sharding."""
-        data = DATA_STORAGE_AXES if self.plan.hybrid else (DATA_AXIS,)
-        return (*(partition.axis for partition in self.plan.partitions), *data)
+        data = DATA_STORAGE_AXES if self.decisions.hybrid else (DATA_AXIS,)
+        return (*(partition.axis for partition in self.decisions.partitions), *data)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Coordinate of a rank on each axis of the mesh; the last axis varies fastest."""
-        count("rank", rank, 0, self.plan.world_size - 1)
+        count("rank", rank, 0, self.decisions.world_size - 1)
         found = {}
-        for axis, size in reversed(self.plan.mesh):
+        for axis, size in reversed(self.decisions.mesh):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def parameters_on(self, rank: int) -> frozenset[str] | None:
         """Parameters of which a rank stores something; None for all."""
-        pipeline = self.plan.pipeline
-        if pipeline is None or self.plan.pp_size == 1:
+        pipeline = self.decisions.pipeline
+        if pipeline is None or self.decisions.pp_size == 1:
             return None
-        return pipeline.held(self.coordinate(rank)["pp"]) | {*self.plan.changed}
+        return pipeline.held(self.coordinate(rank)["pp"]) | {*self.decisions.changed}
 
     def share_of(self, name: str) -> float:
         """Fraction of a parameter that a rank stores between steps."""
@@ -85,21 +87,21 @@ class Layout:
 
     def of(self, name: str) -> dict[str, Placement]:
         """Placement of a parameter between steps along each axis, in `shard_order`."""
-        partitions, whole = self.plan.partitions, Replicate()
+        partitions, whole = self.decisions.partitions, Replicate()
         found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in partitions}
-        if self.plan.dp_size > 1 or not partitions:
+        if self.decisions.dp_size > 1 or not partitions:
             found |= dict.fromkeys(self.shard_order[len(partitions) :], whole)
-            found[self.shard_order[-1]] = placement_of(dict(self.plan.placements)[name])
+            found[self.shard_order[-1]] = placement_of(dict(self.decisions.placements)[name])
         return found
 
     @property
     def unsharded_grad_params(self) -> tuple[str, ...]:
         """Parameters whose gradients are reduced once per step, not per micro-batch."""
-        zero = dict(self.plan.zero_stages)
+        zero = dict(self.decisions.zero_stages)
 
         def block(name: str) -> str:
             inside = (b for b in zero if b and name.startswith(b + "."))
             return max(inside, key=len, default="")
 
-        names = (name for name, _ in self.plan.parameter_bytes)
+        names = (name for name, _ in self.decisions.parameter_bytes)
         return tuple(name for name in names if zero.get(block(name), 0) < 2)

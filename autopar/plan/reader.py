@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,13 @@ from autopar.plan.compression import Compression
 from autopar.plan.layout import Layout
 from autopar.plan.partition import parse_op_strategy
 from autopar.plan.prediction import Prediction
-from autopar.plan.spec import SCHEMA_VERSION, PlanSpec
 from autopar.plan.strategy import REDUCE_PRECISIONS
-from autopar.plan.upgrade import upgrade_schema_6
+from autopar.plan.upgrade import SCHEMA_VERSION, upgrade_schema_6
+
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
 
 AGAIN = "Make the plan again with autopar.plan."
-P = TypeVar("P", bound=PlanSpec)
 MODEL_AXES = ("tp", "cp", "ep")
 ADDED: dict[str, Any] = {
     "row_shares": (),
@@ -41,8 +42,8 @@ ADDED: dict[str, Any] = {
 KINDS = ("gather", "regather", "reduce")
 
 
-def read_plan(document: Any, kind: type[P], source: str) -> P:
-    """The plan of class `kind` in JSON values that `PlanSpec.to_dict` returned.
+def read_plan(document: Any, kind: type[Plan], source: str) -> Plan:
+    """The plan of class `kind` in JSON values that `Plan.to_dict` returned.
 
     Raises:
         PlanError: A field is unknown, missing, of another type or out of range.
@@ -64,7 +65,7 @@ def read_plan(document: Any, kind: type[P], source: str) -> P:
     return read(document, kind, source, PlanError, AGAIN, check)
 
 
-def check(plan: PlanSpec) -> None:
+def check(plan: Plan) -> None:
     """Raises FieldError if two fields of a plan contradict each other."""
     for section in (_check_mesh, _check_parameters, _check_messages, _check_pipeline):
         section(plan)
@@ -81,7 +82,7 @@ def check(plan: PlanSpec) -> None:
         raise FieldError("$.reduce_precision", f"is {plan.reduce_precision!r}: {wanted}")
 
 
-def _check_mesh(plan: PlanSpec) -> None:
+def _check_mesh(plan: Plan) -> None:
     sizes, known = dict(plan.mesh), ("pp", DATA_AXIS, *MODEL_AXES)
     _check_unique("$.mesh", (axis for axis, _ in plan.mesh))
     for index, (axis, _) in enumerate(plan.mesh):
@@ -103,7 +104,7 @@ def _check_mesh(plan: PlanSpec) -> None:
         raise FieldError("$.partitions", f"lacks the axis {min(missing)!r} of $.mesh")
 
 
-def _check_parameters(plan: PlanSpec) -> None:
+def _check_parameters(plan: Plan) -> None:
     names = [name for name, _ in plan.parameter_bytes]
     for field in ("parameter_bytes", "zero_stages", "recompute", "placements", "sent_bytes"):
         _check_unique(f"$.{field}", (name for name, _ in getattr(plan, field)))
@@ -139,7 +140,7 @@ def _check_parameters(plan: PlanSpec) -> None:
             _check_names(path, names, group)
 
 
-def _check_messages(plan: PlanSpec) -> None:
+def _check_messages(plan: Plan) -> None:
     """Checks levels, compressions and overlaps."""
     sizes = dict(plan.mesh)
     for index, own in enumerate(plan.levels):
@@ -169,7 +170,7 @@ def _check_messages(plan: PlanSpec) -> None:
                     raise FieldError(path, f"is {value}: expected at least 0")
 
 
-def _check_pipeline(plan: PlanSpec) -> None:
+def _check_pipeline(plan: Plan) -> None:
     if (own := plan.pipeline) is None:
         return
     if own.ranks != plan.pp_size:
@@ -184,7 +185,7 @@ def _check_pipeline(plan: PlanSpec) -> None:
         raise FieldError("$.prediction.stages", f"is not of {own.stages} stages")
 
 
-def _check_prediction(plan: PlanSpec, prediction: Prediction) -> None:
+def _check_prediction(plan: Plan, prediction: Prediction) -> None:
     if prediction.stages and plan.pipeline is None:
         raise FieldError("$.prediction.stages", "is of a pipeline, but $.pipeline is null")
     for index, event in enumerate(prediction.events):

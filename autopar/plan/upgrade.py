@@ -7,6 +7,8 @@ from typing import Any
 
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, INTER_NODE, INTRA_NODE
 
+SCHEMA_VERSION = 7
+
 _LEVELS = {"within": INTRA_NODE, "between": INTER_NODE}
 
 

@@ -20,10 +20,10 @@ from autopar.errors import StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.plan.decisions import fingerprint
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, RunnerUp, slower
-from autopar.plan.spec import fingerprint
 from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
-from autopar.report.plan import Plan
 
 Graphs = Mapping[int, TrainingGraph]
 """The captured graph of one micro-batch, by the number of micro-batches."""
@@ -135,7 +135,8 @@ class PlanningProblem:
 
     @property
     def dp_size(self) -> int:
-        return self.base().dp_size
+        """Number of data-parallel ranks."""
+        return dict(self.mesh)[DATA_AXIS]
 
     @property
     def shard_ranks(self) -> int:
@@ -145,8 +146,22 @@ class PlanningProblem:
     def mesh(self) -> tuple[tuple[str, int], ...]:
         return self.strategy.mesh(self.world_size)
 
+    @property
+    def optimizer_name(self) -> str:
+        return getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
+
+    @property
+    def reduce_precision(self) -> str | None:
+        """Name of the dtype that gradients are reduced in; None for their own."""
+        return REDUCE_PRECISIONS.get(self.strategy.reduce_precision or "")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether ZeRO shards over some of the data-parallel ranks, and replicates the shards."""
+        return 1 < (self.strategy.dp_shard or 1) < self.dp_size
+
     def base(self) -> Plan:
-        ranks = dict(self.mesh)[DATA_AXIS]
+        """A plan without any choice of the planner."""
         return Plan(
             name="",
             model=self.model,
@@ -159,12 +174,12 @@ class PlanningProblem:
             activation_bytes=self.strategy.activation_bytes,
             batch_semantics=self.strategy.batch_semantics,
             precision=self.precision,
-            reduce_precision=REDUCE_PRECISIONS.get(self.strategy.reduce_precision or ""),
-            optimizer=getattr(self.optimizer, "__name__", type(self.optimizer).__name__),
+            reduce_precision=self.reduce_precision,
+            optimizer=self.optimizer_name,
             optimizer_state_ratio=self.state_ratio,
             memory_cap=self.memory,
             comm_backend=self.comm_backend,
-            hybrid=1 < (self.strategy.dp_shard or 1) < ranks,
+            hybrid=self.is_hybrid,
             parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
             parameter_dtypes=tuple((str(d)[6:], size) for d, size in self.dtypes.most_common()),
             placements=tuple((name, "R") for name in self.parameters),

@@ -24,12 +24,12 @@ from autopar.cost_model.measurement.optimizer_step import Optimizer
 from autopar.cost_model.simulator.step import Simulation
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.ir.graph import TrainingGraph
+from autopar.plan.plan import Plan
 from autopar.planner.machine import Machine, measure_machine, ranks_of
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.profiler.calibration import TimedCollectives, calibrated, issuers, simulated
 from autopar.profiler.report import Again, Message, Profile, Side
-from autopar.report.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.codegen.recorder import RecordedStep, Recorder
 

@@ -16,9 +16,9 @@ from autopar.report.precision import precision_line
 from autopar.report.verdict import LOOSE, baselines, compared, enough, without_baseline
 
 if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
     from autopar.plan.prediction import Prediction, RunnerUp
     from autopar.plan.search_outcome import SearchOutcome
-    from autopar.plan.spec import PlanSpec
 
 WIDTH = 80
 """Columns of a terminal."""
@@ -31,7 +31,7 @@ _NOTES = 3
 _WORDS: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 
 
-def brief(plan: PlanSpec) -> str:
+def brief(plan: Plan) -> str:
     """The plan, its batch and precision, step, memory, bottleneck and closest alternative."""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size:,} ranks"
     lines = [f"{plan.model} on {ranks}: {plan.name}"]
@@ -67,7 +67,7 @@ def wrapped(text: str) -> str:
     )
 
 
-def figures(plan: PlanSpec) -> dict[str, Any]:
+def figures(plan: Plan) -> dict[str, Any]:
     """The plan's choices and predicted figures, for programs; times in seconds, sizes in bytes."""
     found: dict[str, Any] = {
         "name": plan.name,
@@ -103,7 +103,7 @@ def _line(name: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=rest, **_WORDS)
 
 
-def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
+def _predicted(plan: Plan, p: Prediction) -> Iterator[tuple[str, str]]:
     yield "step", _step(plan, p)
     yield "memory", _memory(plan, p)
     yield "bound by", _bound(p)
@@ -117,7 +117,7 @@ def _predicted(plan: PlanSpec, p: Prediction) -> Iterator[tuple[str, str]]:
         yield from _searched(plan, plan.search, p.step_s)
 
 
-def _searched(plan: PlanSpec, found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
+def _searched(plan: Plan, found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
     """Gain over torch's data parallelism; extent and gap of the search."""
     gain = found.gain(step_s)
     than = f"{baselines(found)} ({duration(found.baseline_s)})"
@@ -134,7 +134,7 @@ def _searched(plan: PlanSpec, found: SearchOutcome, step_s: float) -> Iterator[t
     yield "searched", f"{over}{meshes}, {found.left_out} left out; {bound}"
 
 
-def _step(plan: PlanSpec, p: Prediction) -> str:
+def _step(plan: Plan, p: Prediction) -> str:
     """Step time with its interval, throughput, and model FLOPs utilisation."""
     low, high = step_interval(p).of(p.step_s)
     parts = [f"{duration(p.step_s)} predicted ({duration(low)} to {duration(high)})"]
@@ -146,7 +146,7 @@ def _step(plan: PlanSpec, p: Prediction) -> str:
     return ", ".join(parts)
 
 
-def _memory(plan: PlanSpec, p: Prediction) -> str:
+def _memory(plan: Plan, p: Prediction) -> str:
     """Bytes of a rank, and room under the cap."""
     needed = human_bytes(p.needed_bytes)
     if plan.memory_cap is None:
@@ -163,7 +163,7 @@ def _bound(p: Prediction) -> str:
     return f"{text}; waits {duration(p.exposed_s)} for messages" if p.exposed_s else text
 
 
-def _figures(plan: PlanSpec, p: Prediction) -> dict[str, Any]:
+def _figures(plan: Plan, p: Prediction) -> dict[str, Any]:
     work = p.work
     return {
         "step_s": p.step_s,

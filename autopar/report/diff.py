@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from autopar.plan.compression import Compressions
     from autopar.plan.partition import Partition
     from autopar.plan.pipeline import Pipeline
+    from autopar.plan.plan import Plan
     from autopar.plan.prediction import Prediction
-    from autopar.plan.spec import PlanSpec
 
 NAMED = 3
 """Number of names listed for one change."""
 
 
-def diff_lines(one: PlanSpec, other: PlanSpec) -> list[str]:
+def diff_lines(one: Plan, other: Plan) -> list[str]:
     """One line per different field, in the order of the fields."""
     found = []
     for name in (field.name for field in fields(one)):

@@ -12,17 +12,17 @@ from autopar.report.table import exposures, layout, levels, lower_level, predict
 from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
     from autopar.plan.prediction import Prediction, RunnerUp
-    from autopar.plan.spec import PlanSpec
 
 
-def with_reasons(plan: PlanSpec) -> str:
+def with_reasons(plan: Plan) -> str:
     """Table of a plan, with the explanation instead of its figures."""
     notes = (f"note: {note}" for note in plan.notes)
     return printable("\n".join([*layout(plan), *notes, explain(plan)]))
 
 
-def explain(plan: PlanSpec) -> str:
+def explain(plan: Plan) -> str:
     """Bottleneck of the step, sensitivity of the choice, and why each runner-up lost."""
     lines = [f"Chosen: {plan.name}.", *levels(plan), *predicted(plan), *verdict_lines(plan)]
     p = plan.prediction
@@ -85,7 +85,7 @@ def _bound(p: Prediction) -> Iterator[str]:
         yield f"Ranks of the pipeline wait for others {', '.join(f'{s:.0%}' for s in p.idle)}."
 
 
-def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
+def _memory(plan: Plan, p: Prediction) -> Iterator[str]:
     """Memory caps that would change the choice."""
     cap, least = plan.memory_cap, p.step_s
     larger = [o for o in plan.runners_up if cap is not None and o.needed_bytes > cap]
@@ -102,7 +102,7 @@ def _memory(plan: PlanSpec, p: Prediction) -> Iterator[str]:
     yield text
 
 
-def _links(plan: PlanSpec, p: Prediction) -> Iterator[str]:
+def _links(plan: Plan, p: Prediction) -> Iterator[str]:
     """Link bandwidths that would change the choice."""
     if not p.at_rates:
         return

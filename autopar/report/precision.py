@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from autopar.plan.spec import PlanSpec
+    from autopar.plan.plan import Plan
 
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Usual names of dtypes."""
 
 
-def precision_line(plan: PlanSpec) -> Iterator[str]:
+def precision_line(plan: Plan) -> Iterator[str]:
     """One line on the batch, the dtypes of parameters, messages and optimizer, and their bytes.
 
     The bytes of a parameter are those of itself, its gradient and the optimizer's state, before

@@ -22,8 +22,8 @@ from autopar.report.precision import precision_line
 from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
     from autopar.plan.prediction import Prediction
-    from autopar.plan.spec import PlanSpec
 
 
 WIDTH = 80
@@ -32,14 +32,14 @@ WIDTH = 80
 _TIGHT: Mapping[str, Any] = {"pad_edge": False, "padding": (0, 1, 0, 0)}
 
 
-def table(plan: PlanSpec) -> str:
+def table(plan: Plan) -> str:
     """The plan and its predicted cost as text tables."""
     lines = [*layout(plan), *levels(plan), *predicted(plan), *verdict_lines(plan)]
     lines += exposures(plan.prediction, 5) if plan.prediction else []
     return printable("\n".join([*lines, *(f"note: {note}" for note in plan.notes)]))
 
 
-def layout(plan: PlanSpec) -> list[str]:
+def layout(plan: Plan) -> list[str]:
     """Storage and messages of a rank: one row per run of equal blocks, and per stage."""
     sizes = dict(plan.parameter_bytes)
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
@@ -72,12 +72,12 @@ def layout(plan: PlanSpec) -> list[str]:
     return lines
 
 
-def lower_level(plan: PlanSpec) -> str:
+def lower_level(plan: Plan) -> str:
     """The place of what a plan offloads."""
     return f"in {plan.offload_dir}" if plan.offload_dir else "in host memory"
 
 
-def levels(plan: PlanSpec) -> list[str]:
+def levels(plan: Plan) -> list[str]:
     """Hierarchical collectives, and replicated shards."""
     found = []
     if plan.hybrid:
@@ -90,7 +90,7 @@ def levels(plan: PlanSpec) -> list[str]:
     return found
 
 
-def predicted(plan: PlanSpec) -> list[str]:
+def predicted(plan: Plan) -> list[str]:
     """The predicted cost of a plan."""
     p = plan.prediction
     if p is None:
@@ -113,7 +113,7 @@ def predicted(plan: PlanSpec) -> list[str]:
     ]
 
 
-def _bars(plan: PlanSpec, p: Prediction) -> str:
+def _bars(plan: Plan, p: Prediction) -> str:
     """Prediction intervals of step time and memory."""
     step, memory = step_interval(p), memory_interval(p)
     parts = ["step " + " to ".join(duration(seconds) for seconds in step.of(p.step_s))]
@@ -130,7 +130,7 @@ def _bars(plan: PlanSpec, p: Prediction) -> str:
     )
 
 
-def _throughput(plan: PlanSpec, p: Prediction) -> list[str]:
+def _throughput(plan: Plan, p: Prediction) -> list[str]:
     """Throughput of all ranks, and their hardware utilisation."""
     if p.work is None or not p.step_s:
         return []
@@ -179,7 +179,7 @@ def _main_cause(items: Sequence[Exposure]) -> str:
     return f"{first} ({seconds[first] / total:.0%})" if total else first
 
 
-def compressed(plan: PlanSpec) -> list[str]:
+def compressed(plan: Plan) -> list[str]:
     """One line for local steps, and per kind of compressed message, with its methods."""
     lines = [] if plan.local_steps is None else [str(plan.local_steps)]
     chosen = plan.compressions
@@ -194,7 +194,7 @@ def compressed(plan: PlanSpec) -> list[str]:
     return lines
 
 
-def _stages(plan: PlanSpec) -> list[str]:
+def _stages(plan: Plan) -> list[str]:
     """One row per pipeline stage: memory, times and messages."""
     pipeline = plan.pipeline
     if pipeline is None:
@@ -218,7 +218,7 @@ def _stages(plan: PlanSpec) -> list[str]:
     return [_render(grid)]
 
 
-def _runs(plan: PlanSpec) -> Iterator[tuple[list[str], int, str]]:
+def _runs(plan: Plan) -> Iterator[tuple[list[str], int, str]]:
     """Consecutive blocks with the same ZeRO stage and checkpointing."""
     levels = dict(plan.recompute)
     rows = ((block, stage, levels.get(block, "none")) for block, stage in plan.zero_stages)
@@ -226,7 +226,7 @@ def _runs(plan: PlanSpec) -> Iterator[tuple[list[str], int, str]]:
         yield [block for block, *_ in run], stage, level
 
 
-def _block_of(name: str, plan: PlanSpec) -> str:
+def _block_of(name: str, plan: Plan) -> str:
     blocks = [block for block, _ in plan.zero_stages if block and name.startswith(block + ".")]
     return max(blocks, key=len, default="")
 

@@ -15,9 +15,9 @@ from autopar.cost_model.simulator.chrome_trace import Bytes, Flow, Slice, chrome
 from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.errors import PlanError
 from autopar.plan.layout import Layout
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.report_data import CollectiveCall, StageProgram, TimelineEvent
-from autopar.plan.spec import PlanSpec
 from autopar.report.event_names import EventNames
 from autopar.report.html.memory import shown
 
@@ -26,7 +26,7 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "paramet
 _PP = "pp: messages between stages"
 
 
-def trace(plan: PlanSpec) -> dict[str, Any]:
+def trace(plan: Plan) -> dict[str, Any]:
     """Trace of the predicted rank, or of each pipeline rank, and of its messages.
 
     Raises:

@@ -10,8 +10,8 @@ from autopar.formatting import duration
 from autopar.plan.strategy import MESH, UNUSED
 
 if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
     from autopar.plan.search_outcome import SearchOutcome
-    from autopar.plan.spec import PlanSpec
 
 EQUAL = 0.005
 """Relative difference of two predicted steps that counts as none."""
@@ -20,7 +20,7 @@ LOOSE = 0.5
 """Gap to a bound above which the bound says nothing about the plan."""
 
 
-def verdict_lines(plan: PlanSpec) -> Iterator[str]:
+def verdict_lines(plan: Plan) -> Iterator[str]:
     """Lines on the outcome of the search behind a plan."""
     found, cost = plan.search, plan.prediction
     if found is None or cost is None:
@@ -38,7 +38,7 @@ def verdict_lines(plan: PlanSpec) -> Iterator[str]:
         yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
 
 
-def enough(plan: PlanSpec) -> str:
+def enough(plan: Plan) -> str:
     """The number of ranks that are enough where others repeat their work, in words; else empty."""
     unused = {axis for axis in MESH if UNUSED.format(axis) in plan.notes}
     ranks = prod(size for axis, size in plan.mesh if axis not in unused)
@@ -75,7 +75,7 @@ def _extent(looked: int, left_out: int, complete: bool) -> str:
     return f"{over}planned {meshes} with their micro-batches, left out {left_out}"
 
 
-def _bound(plan: PlanSpec) -> str:
+def _bound(plan: Plan) -> str:
     assert plan.search is not None
     assert plan.prediction is not None
     if not plan.search.bound_s:

@@ -42,7 +42,7 @@ from autopar.plan.partition import (
     rescale_interleave,
     rows_of,
 )
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import (
     assert_same_across_ranks,

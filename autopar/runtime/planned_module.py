@@ -22,7 +22,7 @@ from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Shard
 from autopar.plan.layout import Layout
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.agreement.turn import Turn

@@ -29,8 +29,8 @@ from autopar.driver.compile_model import compile_model
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
 from autopar.formatting import printable
 from autopar.options import CompileOptions
-from autopar.plan.spec import fingerprint
-from autopar.report.plan import Plan
+from autopar.plan.decisions import fingerprint
+from autopar.plan.plan import Plan
 from autopar.report.table import compressed
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.initialization.deferred import DeferredValues

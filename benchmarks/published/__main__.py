@@ -20,7 +20,7 @@ from unittest.mock import patch
 from autopar.common.deadline import Deadline
 from autopar.cost_model.simulator.schedules import orders
 from autopar.driver import offline
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from benchmarks.published.planning import NO_CAP, pinned, plan_of
 from benchmarks.published.tables import Run, read
 from benchmarks.report import about, save

@@ -19,9 +19,9 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.devices import find_device
 from autopar.driver.offline import OfflineDriver
 from autopar.passes.memory.checkpoint_activations import MinCut
+from autopar.plan.plan import Plan
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.problem import PlanningProblem
-from autopar.report.plan import Plan
 from benchmarks.published.gpt import MasterAdamW
 from benchmarks.published.tables import Run
 

@@ -27,8 +27,8 @@ from autopar.passes.core.reproducer import load as load_reproducer
 from autopar.passes.core.reproducer import save as save_reproducer
 from autopar.passes.core.runner import apply_pass
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.plan.plan import Plan
 from autopar.profiler.report import Profile, find
-from autopar.report.plan import Plan
 from autopar.runtime.parameters.safetensors_files import INDEX, SafetensorsFiles
 from tests.cost_model.nccl.test_nccl_tests import NEW, in_json
 from tests.harness.nonsense.examples import example_plan, example_profile

@@ -5,9 +5,9 @@ from dataclasses import replace
 from autopar.autotune.race import Trial
 from autopar.autotune.select import select_plans, with_measured_times
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 

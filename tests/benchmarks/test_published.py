@@ -8,8 +8,8 @@ import pytest
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
+from autopar.plan.plan import Plan
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
-from autopar.report.plan import Plan
 from benchmarks.published.__main__ import choose
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
 from benchmarks.published.planning import cluster_of, pinned

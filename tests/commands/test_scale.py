@@ -9,10 +9,10 @@ from rich.console import Console
 
 from autopar.commands.scale import points, strategy_of
 from autopar.errors import OutOfMemoryError, StrategyError
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, Work
 from autopar.plan.strategy import Strategy
 from autopar.report.html.scaling import scaling_page
-from autopar.report.plan import Plan
 from autopar.report.scaling import ScalePoint, Scaling
 
 

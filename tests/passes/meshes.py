@@ -44,7 +44,7 @@ from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stag
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies, rows_of
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.codegen.program import with_axes
 from tests.harness.reference import relative_error
 from tests.passes.simulated import Results, chunks, run_ranks

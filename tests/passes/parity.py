@@ -32,7 +32,7 @@ from autopar.passes.communication.bucket_collectives import BucketCollectives, p
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from tests.harness.models import Batch
 from tests.harness.reference import relative_error, snapshot
 from tests.passes.simulated import Results, Values, chunks, run_ranks

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import Baseline, SearchContext
-from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 

@@ -8,9 +8,9 @@ from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from tests.planner.problems import problem_of
 
 PLAN = problem_of(nn.Linear(2, 2), Strategy()).base()

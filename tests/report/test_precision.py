@@ -9,8 +9,8 @@ from torch import nn
 
 import autopar
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from autopar.report.precision import precision_line
 from tests.planner.problems import problem_of
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, RunnerUp
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import UNUSED, Strategy
 from autopar.report.brief import brief, figures
 from autopar.report.html.summary import summary
-from autopar.report.plan import Plan
 from autopar.report.verdict import verdict_lines
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of

@@ -31,8 +31,8 @@ from autopar.integrations.optimizers import (
     order_of,
 )
 from autopar.integrations.rows import gather_results
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import is_remote
 

@@ -33,8 +33,8 @@ from autopar.integrations.optimizers import (
     numbered_state,
     order_of,
 )
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from autopar.runtime.module import DistributedModule
 
 

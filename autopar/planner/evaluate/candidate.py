@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.cost_model.memory.growth import Parts
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.buckets import BUCKET_BYTES, Buckets
 from autopar.plan.compression import Compression, Compressions
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.recompute import Level
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ class Candidate:
     prediction: Prediction
     host_cap: int | None = None
     parts: Parts | None = None
+
+    def with_plan(self, **changes: Any) -> Candidate:
+        """This candidate with changed fields of its plan."""
+        return replace(self, plan=replace(self.plan, **changes))
 
     @property
     def step_s(self) -> float:

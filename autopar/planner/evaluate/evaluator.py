@@ -20,11 +20,11 @@ from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.layout import Layout
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import MOST_EXPOSED, Prediction
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.report_data import report_data_of
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache, timeline_events
-from autopar.report.plan import Plan
 
 CACHED_PROGRAMS = 6
 

@@ -17,12 +17,12 @@ from typing import Any
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.growth import Bytes, MoreBlocks, grown_parts
 from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, Work
 from autopar.plan.recompute import Level
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.setup import EvaluationSetup
-from autopar.report.plan import Plan
 
 Figures = Mapping[tuple[str, str], float]
 """Figures that add up over blocks, by the field of a prediction and the key within."""

@@ -13,9 +13,9 @@ from autopar.passes.communication.hierarchical_collectives import PARTS
 from autopar.passes.communication.lower_collectives import emitted
 from autopar.passes.compression.reduce_algorithms import messages_of_sum
 from autopar.plan.compression import Compression
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.machine import Machine
-from autopar.report.plan import Plan
 
 ALWAYS_FROM = 256 * 2**10
 """Minimum bytes of hierarchical messages on request; latency dominates below."""

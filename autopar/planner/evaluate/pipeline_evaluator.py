@@ -31,6 +31,7 @@ from autopar.passes.stage_lowering import (
 )
 from autopar.plan.buckets import Buckets
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost, add_step_boundaries
@@ -43,7 +44,6 @@ from autopar.planner.evaluate.pipeline_prediction import (
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache
 from autopar.planner.evaluate.stage_dedup import equal_stages, parameter_names
 from autopar.planner.evaluate.stage_memory import split_backward_bytes
-from autopar.report.plan import Plan
 
 
 @dataclass(frozen=True)

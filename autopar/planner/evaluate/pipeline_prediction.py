@@ -22,6 +22,7 @@ from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import StageOutput
 from autopar.passes.stage_lowering import MicrobatchPrograms
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import MOST_EXPOSED, Prediction, StagePrediction
 from autopar.plan.report_data import ReportData, StageProgram, TimelineEvent
 from autopar.planner.evaluate.p2p import P2PCost
@@ -33,7 +34,6 @@ from autopar.planner.evaluate.report_data import (
 )
 from autopar.planner.evaluate.setup import timeline_events
 from autopar.planner.evaluate.stage_memory import RankMemory, StageMemory, memory_of_rank
-from autopar.report.plan import Plan
 
 Halves = tuple[float, float]
 """Seconds of a forward and of a backward."""

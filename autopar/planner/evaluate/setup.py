@@ -24,11 +24,11 @@ from autopar.plan.compression import Compressions
 from autopar.plan.layout import Layout
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import NodeStrategies
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.report_data import TimelineEvent
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.overlap_scheduler import schedule
-from autopar.report.plan import Plan
 
 IN_FLIGHT = 2
 """Reduce-scatters in flight; more would keep more unsharded gradients alive."""

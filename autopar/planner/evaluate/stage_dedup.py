@@ -11,7 +11,7 @@ from torch import fx
 from autopar.cost_model.kernels.signature import type_text
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Gradient, Parameter
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 
 
 def equal_stages(graphs: Sequence[TrainingGraph], plan: Plan) -> tuple[int, ...]:

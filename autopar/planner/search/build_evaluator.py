@@ -10,6 +10,7 @@ from autopar.cost_model.memory.liveness import Overhead
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import UNUSED
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of
@@ -19,7 +20,6 @@ from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.placement.solve import partition
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from autopar.planner.problem import PlanningProblem, SearchContext
-from autopar.report.plan import Plan
 
 
 def build_evaluator(

@@ -14,6 +14,7 @@ from autopar.common.deadline import TimeIsOver, arm
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
+from autopar.plan.plan import Plan
 from autopar.plan.recompute import LEVELS, Level
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
@@ -28,7 +29,6 @@ from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.offload_choices import offloaded
 from autopar.planner.search.runners_up import runners_up
 from autopar.planner.search.state_bytes import least_state_bytes
-from autopar.report.plan import Plan
 
 LARGER_BUCKETS = (4 * BUCKET_BYTES, 16 * BUCKET_BYTES)
 SMALLER_BUCKETS = (BUCKET_BYTES // 4, BUCKET_BYTES // 8, BUCKET_BYTES // 16)
@@ -52,7 +52,7 @@ def search_configs(
     first: CandidateConfig | None = None,
     *,
     unscheduled: bool = False,
-) -> Plan:
+) -> Candidate:
     """The fastest plan of any evaluator with a peak of at most `cap` bytes, until the deadline.
 
     The search is deterministic. It first evaluates uniform ZeRO stages without recomputation. If
@@ -66,25 +66,25 @@ def search_configs(
     Raises:
         OutOfMemoryError: nothing fits; raises the least shortfall.
     """
-    plans: list[Plan] = []
+    found: list[Candidate] = []
     failures: list[OutOfMemoryError] = []
     try:
         for evaluator in evaluators:
             search = _ConfigSearch(evaluator, strategy, cap, incumbent_s, first, unscheduled)
             try:
-                plans.append(search.plan())
+                found.append(search.best_with_report())
             except OutOfMemoryError as failure:
                 failures.append(failure)
-            if plans and not evaluator.setup.deadline():
+            if found and not evaluator.setup.deadline():
                 break  # before the next one is built
     except TimeIsOver:
-        if not plans:
+        if not found:
             raise
-    if not plans:
+    if not found:
         raise min(failures, key=lambda failure: failure.shortfall)
-    best = min(plans, key=lambda plan: plan.prediction.step_s if plan.prediction else 0.0)
-    bounds_s = [plan.search.bound_s for plan in plans if plan.search is not None]
-    return replace(best, search=SearchOutcome(bound_s=min(bounds_s)))
+    best = min(found, key=attrgetter("step_s"))
+    bounds_s = [each.plan.search.bound_s for each in found if each.plan.search is not None]
+    return best.with_plan(search=SearchOutcome(bound_s=min(bounds_s)))
 
 
 @dataclass
@@ -108,23 +108,21 @@ class _ConfigSearch:
         self.setup, self.blocks = self.evaluator.setup, self.evaluator.setup.blocks
         self.raise_order = [*filter(None, self.blocks), ""]  # the repeated blocks first
 
-    def plan(self) -> Plan:
-        """The plan of the best candidate; raises OutOfMemoryError if nothing fits."""
+    def best_with_report(self) -> Candidate:
+        """The best candidate, its plan with runners-up; raises OutOfMemoryError if nothing fits."""
         try:
             best = self.best_candidate()
         except TimeIsOver:
             best = self.best_known()
-        outcome = SearchOutcome(bound_s=self.bound_s)
-        plan = replace(
-            best.plan,
+        best = best.with_plan(
             runners_up=runners_up(best, self.candidates.values(), self.cap),
             memory_cap=self.cap,
-            search=outcome,
+            search=SearchOutcome(bound_s=self.bound_s),
         )
         try:
-            return self.with_bandwidth_sweep(plan, best.config)
+            return replace(best, plan=self.with_bandwidth_sweep(best.plan, best.config))
         except TimeIsOver:
-            return plan
+            return best
 
     def best_candidate(self) -> Candidate:
         base = self.setup.base

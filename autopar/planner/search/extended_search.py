@@ -11,7 +11,7 @@ from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.prediction import Work
 from autopar.plan.strategy import Strategy
-from autopar.planner.evaluate.candidate import CandidateConfig, default_config
+from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.extended_evaluator import ExtendedEvaluator, ReducedEvaluator
 from autopar.planner.machine import Machine
@@ -21,7 +21,6 @@ from autopar.planner.search.config_search import search_configs
 from autopar.planner.search.fixed_mesh import else_leaner
 from autopar.planner.search.pipeline_search import open_pipelines
 from autopar.planner.search.reduced_models import ReducedModel, ReducedModels
-from autopar.report.plan import Plan
 
 
 def can_extend(strategy: Strategy) -> bool:
@@ -35,8 +34,8 @@ def can_extend(strategy: Strategy) -> bool:
 
 def plan_extended(
     problem: PlanningProblem, models: ReducedModels, machine: Machine, context: SearchContext
-) -> tuple[Plan, CandidateConfig]:
-    """The fastest plan that fits, by arithmetic from reduced models, and its configuration.
+) -> Candidate:
+    """The fastest plan that fits, by arithmetic from reduced models.
 
     Collectives are not scheduled one by one but prefetched, and gradients are not compressed.
 
@@ -47,18 +46,17 @@ def plan_extended(
     strategy = replace(problem.strategy, prefetch=problem.strategy.prefetch or 1)
     unscheduled = problem.strategy.prefetch is None
 
-    def plan_with(memory: int | None) -> Plan:
+    def find(memory: int | None) -> Candidate:
         evaluator = extended_evaluator(problem, models, machine, context, memory)
         return search_configs(
             [evaluator], strategy, cap, context.incumbent_s, unscheduled=unscheduled
         )
 
     first = math.isinf(context.incumbent_s)  # others are not worth a second partition
-    plan = else_leaner(strategy, plan_with) if first else plan_with(None)
+    best = else_leaner(strategy, find) if first else find(None)
     origin = f"{machine.cluster.name} ({machine.cluster.provenance})"
-    notes = (*plan.notes, *problem.memory_notes(machine.cluster))
-    plan = replace(plan, memory_cap=cap, cluster=origin, notes=notes)
-    return plan, config_of(plan, strategy, problem.blocks)
+    notes = (*best.plan.notes, *problem.memory_notes(machine.cluster))
+    return best.with_plan(memory_cap=cap, cluster=origin, notes=notes)
 
 
 def extended_evaluator(
@@ -110,22 +108,6 @@ def extended_evaluator(
         deadline=context.deadline,
     )
     return ExtendedEvaluator(whole, models.kinds, reduced)
-
-
-def config_of(plan: Plan, strategy: Strategy, blocks: Sequence[str]) -> CandidateConfig:
-    """The configuration of an extended plan."""
-    gather_bytes, reduce_bytes = plan.bucket_bytes
-    return replace(
-        default_config(strategy, blocks, 0),
-        zero_stages=plan.zero_stages,
-        recompute=plan.recompute,
-        offload=plan.offload,
-        offload_parameters=plan.offload_parameters,
-        gather_bytes=gather_bytes,
-        reduce_bytes=reduce_bytes,
-        prefetch=plan.prefetch,
-        hierarchical=any(levels.from_bytes for levels in plan.levels),
-    )
 
 
 def _work(problem: PlanningProblem, graph: TrainingGraph, count: int, machine: Machine) -> Work:

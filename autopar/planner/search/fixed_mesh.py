@@ -9,16 +9,21 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.errors import OutOfMemoryError
 from autopar.ir.graph import TrainingGraph
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Work
 from autopar.plan.strategy import Strategy
-from autopar.planner.evaluate.candidate import CandidateConfig, default_config, fixed_config
+from autopar.planner.evaluate.candidate import (
+    Candidate,
+    CandidateConfig,
+    default_config,
+    fixed_config,
+)
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.config_search import search_configs
 from autopar.planner.search.pipeline_search import fastest_pipeline, open_pipelines
-from autopar.report.plan import Plan
 
 LEANER = "more is divided than were fastest, to fit under the cap"
 
@@ -63,32 +68,32 @@ def plan_fixed_mesh(
         context = replace(context, on_candidate=lambda plan: observe(finish(plan)))
     if strategy.pipelined:
 
-        def plan_with(memory: int | None) -> Plan:
+        def find(memory: int | None) -> Candidate:
             evaluators = {
                 count: build_evaluator(problem, graph, machine, context, memory=memory)
                 for count, graph in graphs.items()
             }
             return fastest_pipeline(evaluators, strategy, cap, context.incumbent_s, first)
 
-        return finish(else_leaner(strategy, plan_with))
+        return finish(else_leaner(strategy, find).plan)
     return finish(_plan_unpipelined(problem, graphs[1], machine, context, first))
 
 
-def else_leaner(strategy: Strategy, plan_with: Callable[[int | None], Plan]) -> Plan:
-    """The plan with the fastest partition, else with that of the fewest bytes.
+def else_leaner(strategy: Strategy, find: Callable[[int | None], Candidate]) -> Candidate:
+    """The candidate with the fastest partition, else with that of the fewest bytes.
 
-    `plan_with` plans with a partition that holds at most some bytes.
+    `find` finds the best with a partition that holds at most some bytes.
 
     Raises:
         OutOfMemoryError: nothing fits.
     """
     try:
-        return plan_with(None)
+        return find(None)
     except OutOfMemoryError:
         if not strategy.axes:
             raise
-        plan = plan_with(0)
-    return replace(plan, notes=(*plan.notes, LEANER))
+        leaner = find(0)
+    return leaner.with_plan(notes=(*leaner.plan.notes, LEANER))
 
 
 def _plan_unmeasured(problem: PlanningProblem, graphs: Graphs) -> Plan:
@@ -117,7 +122,7 @@ def _plan_unpipelined(
     fastest = build_evaluator(problem, graph, machine, context)
     cap = problem.cap_on(machine.cluster)
     evaluators = _from_the_fastest(fastest, problem, graph, machine, context)
-    best = search_configs(evaluators, problem.strategy, cap, context.incumbent_s, first)
+    best = search_configs(evaluators, problem.strategy, cap, context.incumbent_s, first).plan
     same = _divisions(best) == _divisions(fastest.setup.base)
     return best if same else replace(best, notes=(*best.notes, LEANER))
 

@@ -43,7 +43,7 @@ def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
     if not live and known is not None and (known.curves or known.topology is not None):
         return True
     fixed = fixed_config(problem.strategy, problem.blocks) is not None
-    by_level = problem.strategy.hierarchical is True and not problem.base().hybrid
+    by_level = problem.strategy.hierarchical is True and not problem.is_hybrid
     return not fixed or problem.memory is not None or by_level
 
 

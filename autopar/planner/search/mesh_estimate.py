@@ -259,8 +259,8 @@ class _StepModel:
 
     def sent_share(self, collective: str) -> float:
         """Bytes sent for each byte of a parameter: those of autocast, or of `reduce_precision`."""
-        base = self.problem.base()
-        name = base.precision if collective == "all_gather" else base.reduce_precision
+        problem = self.problem
+        name = problem.precision if collective == "all_gather" else problem.reduce_precision
         size = self.problem.dtype.itemsize
         return min(size, getattr(torch, name).itemsize) / size if name else 1.0
 

@@ -19,6 +19,7 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import duration, human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.problem import PlanningProblem, SearchContext
@@ -35,7 +36,6 @@ from autopar.planner.search.meshes import (
 from autopar.planner.search.pipeline_search import step_s
 from autopar.planner.search.search_record import SearchRecord
 from autopar.planner.search.state_bytes import least_gathered_bytes, least_state_bytes
-from autopar.report.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 
 SMALL_WORLD = 8
 """Largest world in which model-parallel axes may cross nodes, where links are slow."""

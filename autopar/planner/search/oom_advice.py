@@ -14,9 +14,9 @@ from autopar.common.deadline import TimeIsOver, arm
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.formatting import duration, human_bytes, memory_text
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.planner.problem import PlanningProblem
-from autopar.report.plan import Plan
 
 MakePlan = Callable[[PlanningProblem], Plan]
 """Returns the fastest plan that fits."""

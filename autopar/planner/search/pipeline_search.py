@@ -24,6 +24,7 @@ from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
 from autopar.passes.stage_lowering import place_plan_stages
 from autopar.plan.partition import rows_of
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig, default_config
@@ -34,7 +35,6 @@ from autopar.planner.evaluate.pipeline_evaluator import PipelineEvaluator
 from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.evaluate.stage_partition import Cuts, Segment, partition_stages
 from autopar.planner.search.config_search import search_configs
-from autopar.report.plan import Plan
 
 MICRO_BATCHES_PER_RANK = 4
 """Most micro-batches tried per pipeline rank; further ones hardly shrink the bubble."""
@@ -191,7 +191,7 @@ def fastest_pipeline(
     cap: int | None,
     incumbent_s: float = math.inf,
     first: CandidateConfig | None = None,
-) -> Plan:
+) -> Candidate:
     """The fastest plan that fits, over micro-batches, schedules and balanced cut points.
 
     Raises:
@@ -224,8 +224,8 @@ def fastest_pipeline(
         smallest = min(tried, key=lambda item: item[1].needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
     best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s, first)
-    runners_up = _runners_up(best, [e.plan for _, e in tried], cap)
-    return replace(best, runners_up=runners_up, search=None)  # its bound is that of the finalists
+    runners_up = _runners_up(best.plan, [e.plan for _, e in tried], cap)
+    return best.with_plan(runners_up=runners_up, search=None)  # its bound is that of the finalists
 
 
 def step_s(plan: Plan) -> float:

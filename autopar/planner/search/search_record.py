@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from autopar.common.deadline import TimeIsOver
 from autopar.errors import AutoparError, BatchError, OutOfMemoryError, PlanError
 from autopar.formatting import duration, human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
@@ -15,7 +16,6 @@ from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import abbreviated, least_compute_s, mesh_name
 from autopar.planner.search.pipeline_search import step_s
-from autopar.report.plan import Plan
 
 MANY_ROWS = "they need other numbers of rows"
 

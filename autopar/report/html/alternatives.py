@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.formatting import duration, human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import RunnerUp
-from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import (
     byte_ticks,
     even_ticks,
@@ -22,7 +22,7 @@ _WIDE, _TALL, _LEFT, _LOW = 340, 250, 62, 30
 _NEAR = 1.5  # maximum ratio of a drawn cap to the largest plan
 
 
-def runners(plan: PlanSpec) -> Markup:
+def runners(plan: Plan) -> Markup:
     """Renders the section; empty without other plans."""
     others = alternatives(plan) if plan.prediction is not None else []
     if len(others) < 2:
@@ -38,7 +38,7 @@ def runners(plan: PlanSpec) -> Markup:
     return section("others", "Alternatives", *extent, both)
 
 
-def alternatives(plan: PlanSpec) -> list[RunnerUp]:
+def alternatives(plan: Plan) -> list[RunnerUp]:
     """The chosen plan, then the others by step time; DDP and FSDP are among them if known."""
     assert plan.prediction is not None
     chosen = RunnerUp.of(plan.name, plan.prediction, "chosen")
@@ -47,14 +47,14 @@ def alternatives(plan: PlanSpec) -> list[RunnerUp]:
     return [chosen, *sorted(found.values(), key=lambda other: other.step_s)]
 
 
-def _torch(plan: PlanSpec) -> dict[str, RunnerUp]:
+def _torch(plan: Plan) -> dict[str, RunnerUp]:
     """Plans of torch's data parallelism, by name."""
     known = plan.search
     pairs = (("DDP", known.ddp), ("FSDP", known.fsdp)) if known is not None else ()
     return {label: other for label, other in pairs if other is not None}
 
 
-def _labels(plan: PlanSpec) -> dict[str, str]:
+def _labels(plan: Plan) -> dict[str, str]:
     return {other.name: label for label, other in _torch(plan).items()}
 
 
@@ -67,7 +67,7 @@ def _row(
     return tag("b", number or "★"), join(other.name, badge), *times, other.why
 
 
-def _chart(plan: PlanSpec, points: Sequence[RunnerUp], labels: dict[str, str]) -> Markup:
+def _chart(plan: Plan, points: Sequence[RunnerUp], labels: dict[str, str]) -> Markup:
     cap, peak = plan.memory_cap, max(_needed(point) for point in points)
     near = cap is not None and cap <= _NEAR * peak
     fast, slow = _range([point.step_s for point in points])

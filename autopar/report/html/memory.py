@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.formatting import human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
-from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import byte_ticks, seconds, share, size
 from autopar.report.html.lanes import WIDTH, place
 from autopar.report.html.markup import Markup, join, legend, section, table, tag
@@ -33,7 +33,7 @@ SHOWN = {"saved": "activations", "optimizer": "optimizer state"}
 """Categories that are shown under other names."""
 
 
-def memory(plan: PlanSpec) -> Markup:
+def memory(plan: Plan) -> Markup:
     """Renders the section; empty without a prediction."""
     p = plan.prediction
     if p is None:
@@ -55,7 +55,7 @@ def shown(name: str) -> str:
     return SHOWN.get(name, name)
 
 
-def _says(plan: PlanSpec, p: Prediction) -> Sequence[object]:
+def _says(plan: Plan, p: Prediction) -> Sequence[object]:
     at_s = peak_s(p)
     parts: list[object] = ["Tensors hold at most ", size(p.peak_bytes), " on a rank"]
     when = (seconds(at_s), " into the step") if at_s else ("at the start of the step",)
@@ -103,7 +103,7 @@ def _layers(p: Prediction) -> tuple[tuple[float, ...], list[tuple[str, tuple[int
     return times, [("tensors", tuple(nbytes for _, nbytes in p.memory_curve))]
 
 
-def curve(plan: PlanSpec, p: Prediction) -> Markup | None:
+def curve(plan: Plan, p: Prediction) -> Markup | None:
     """Row of the timeline with the memory curve; None without a curve."""
     times, layers = _layers(p)
     if not times or not layers:

@@ -12,7 +12,7 @@ from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
 from autopar.ir.placement import Placement, Shard
 from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.spec import PlanSpec
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import MESH
 from autopar.report.html.figures import count, size
 from autopar.report.html.markup import Markup, legend, section, table, tag
@@ -49,7 +49,7 @@ class Portion:
         return low, low + span
 
 
-def mesh(plan: PlanSpec) -> Markup:
+def mesh(plan: Plan) -> Markup:
     """Renders the section."""
     shown = drawn_ranks(plan)
     return section(
@@ -62,7 +62,7 @@ def mesh(plan: PlanSpec) -> Markup:
     )
 
 
-def drawn_ranks(plan: PlanSpec) -> list[int]:
+def drawn_ranks(plan: Plan) -> list[int]:
     """All ranks, or of more than MOST_RANKS those of the first data-parallel ranks."""
     beside = plan.world_size // max(1, plan.dp_size)
     most = max(1, MOST_RANKS // beside)
@@ -70,7 +70,7 @@ def drawn_ranks(plan: PlanSpec) -> list[int]:
     return [r for r in range(plan.world_size) if place(r).get(DATA_AXIS, 0) < most]
 
 
-def _says(plan: PlanSpec, drawn: int) -> Iterator[str]:
+def _says(plan: Plan, drawn: int) -> Iterator[str]:
     yield "Each field is a rank, gaps separate nodes. "
     if _parts(plan) > 1:
         yield "Ranks of one colour compute the same part of the model, each on rows of its own. "
@@ -82,7 +82,7 @@ def _says(plan: PlanSpec, drawn: int) -> Iterator[str]:
         yield f"{drawn:,} of {plan.world_size:,} ranks are drawn; further rows are like them. "
 
 
-def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
+def portions_of(plan: Plan) -> tuple[Portion, ...]:
     """Parameters grouped by stage and layout, in the order of stages."""
     owners = plan.pipeline.owners if plan.pipeline else {}
 
@@ -98,12 +98,12 @@ def portions_of(plan: PlanSpec) -> tuple[Portion, ...]:
     return tuple(found)
 
 
-def held_bytes(plan: PlanSpec, portions: Iterable[Portion], rank: int) -> float:
+def held_bytes(plan: Plan, portions: Iterable[Portion], rank: int) -> float:
     """Bytes of parameters that a rank stores between steps."""
     return sum(portion.nbytes * (high - low) for portion, low, high in _held(plan, portions, rank))
 
 
-def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
+def stored(plan: Plan, rank: int) -> dict[str, int]:
     """Coordinate of a rank on each axis of `Layout.storage`."""
     layout = Layout(plan)
     sizes, found = dict(layout.storage), {}
@@ -117,7 +117,7 @@ def stored(plan: PlanSpec, rank: int) -> dict[str, int]:
 
 
 def _held(
-    plan: PlanSpec, portions: Iterable[Portion], rank: int
+    plan: Plan, portions: Iterable[Portion], rank: int
 ) -> Iterator[tuple[Portion, float, float]]:
     """Portions of the stages that a rank runs, and the rank's interval of each."""
     place, sizes = stored(plan, rank), dict(Layout(plan).storage)
@@ -127,7 +127,7 @@ def _held(
             yield portion, *portion.interval(place, sizes)
 
 
-def _axes(plan: PlanSpec) -> Markup:
+def _axes(plan: Plan) -> Markup:
     rows: list[tuple[object, ...]] = []
     for axis, ranks in plan.mesh:
         divides = _DOES.get(axis, "")
@@ -142,24 +142,24 @@ def _axes(plan: PlanSpec) -> Markup:
     return table(headings, rows, "Axes of the mesh, the last one among neighbours", total)
 
 
-def _part(plan: PlanSpec, rank: int) -> tuple[tuple[str, int], ...]:
+def _part(plan: Plan, rank: int) -> tuple[tuple[str, int], ...]:
     """Coordinates of a rank on the axes that divide the model."""
     place, sizes = Layout(plan).coordinate(rank), dict(plan.mesh)
     return tuple((a, place[a]) for a in sizes if a in ("pp", *MESH) and sizes[a] > 1)
 
 
-def _parts(plan: PlanSpec) -> int:
+def _parts(plan: Plan) -> int:
     return prod(ranks for axis, ranks in plan.mesh if axis in ("pp", *MESH))
 
 
-def _shards(plan: PlanSpec) -> int:
+def _shards(plan: Plan) -> int:
     """Number of data-parallel ranks that ZeRO shards over."""
     if not any(stage for _, stage in plan.zero_stages):
         return 1
     return dict(Layout(plan).storage).get(DATA_STORAGE_AXES[1], plan.dp_size)
 
 
-def _grid(plan: PlanSpec, ranks: Sequence[int]) -> Iterator[Markup]:
+def _grid(plan: Plan, ranks: Sequence[int]) -> Iterator[Markup]:
     """The picture, its data for the page's script, and its legend."""
     p = plan.prediction
     node = (p.report_data.ranks_per_node if p is not None else 0) or len(ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-from autopar.plan.spec import PlanSpec
+from autopar.plan.plan import Plan
 from autopar.report.html.alternatives import runners
 from autopar.report.html.markup import Markup, join, tag
 from autopar.report.html.memory import memory
@@ -28,7 +28,7 @@ _SECTIONS = {
 """Title and function of each section, by id."""
 
 
-def page(plan: PlanSpec) -> str:
+def page(plan: Plan) -> str:
     """Renders the page of a plan."""
     made = {key: make(plan) for key, (_, make) in _SECTIONS.items()}
     shown = {key: section for key, section in made.items() if section}

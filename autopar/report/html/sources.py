@@ -6,7 +6,7 @@ import json
 
 from autopar.cost_model.cost import KINDS
 from autopar.formatting import human_bytes
-from autopar.plan.spec import PlanSpec
+from autopar.plan.plan import Plan
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import explain
 from autopar.report.html.figures import count
@@ -22,7 +22,7 @@ _MEANS = {
 }
 
 
-def sources(plan: PlanSpec) -> Markup:
+def sources(plan: Plan) -> Markup:
     """Renders the section on provenance and notes."""
     p = plan.prediction
     parts: list[object] = []
@@ -60,7 +60,7 @@ def _kinds(kinds: dict[str, int]) -> Markup:
     return join(bar, legend(rows))
 
 
-def texts(plan: PlanSpec) -> Markup:
+def texts(plan: Plan) -> Markup:
     """Renders the section with the plan as text and JSON."""
     text, note = json.dumps(document := plan.to_dict()), None
     if len(text) > _MOST_JSON and document["prediction"] is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from autopar.formatting import duration, human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
-from autopar.plan.spec import PlanSpec
 from autopar.report.error_bars import PredictionInterval, memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.html.figures import amount, count, seconds, share, size
@@ -22,7 +22,7 @@ _NOTHING = (
 )
 
 
-def summary(plan: PlanSpec) -> Markup:
+def summary(plan: Plan) -> Markup:
     """Renders the head of the page."""
     p = plan.prediction
     mesh = " × ".join(f"{axis} {ranks}" for axis, ranks in plan.mesh)
@@ -42,7 +42,7 @@ def summary(plan: PlanSpec) -> Markup:
     )
 
 
-def _verdict(plan: PlanSpec, p: Prediction) -> Iterator[Markup]:
+def _verdict(plan: Plan, p: Prediction) -> Iterator[Markup]:
     """Whether the plan fits, what bounds it, and its gain over DDP and FSDP."""
     needs = "A rank needs ", size(p.needed_bytes)
     if plan.memory_cap is None:
@@ -74,7 +74,7 @@ def _line(first: str, *rest: object) -> Markup:
     return tag("li", tag("b", first), " ", *rest)
 
 
-def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
+def _predicted(plan: Plan, p: Prediction) -> list[Markup]:
     waits = p.exposed_s / p.step_s if p.step_s else 0.0
     found = [
         _tile("Step", seconds(p.step_s), *_bounds(step_interval(p), p.step_s, seconds, duration)),
@@ -90,7 +90,7 @@ def _predicted(plan: PlanSpec, p: Prediction) -> list[Markup]:
     return found
 
 
-def _throughput(plan: PlanSpec, p: Prediction) -> list[Markup]:
+def _throughput(plan: Plan, p: Prediction) -> list[Markup]:
     """Throughput of all ranks, and their hardware utilisation."""
     if p.work is None or not p.step_s:
         return []
@@ -115,7 +115,7 @@ def _bounds(
     return (figure(low),) if text(low) == text(high) else (figure(low), " to ", figure(high))
 
 
-def _memory(plan: PlanSpec, p: Prediction) -> tuple[object, ...]:
+def _memory(plan: Plan, p: Prediction) -> tuple[object, ...]:
     """Interval of the peak, and the part of the cap that is needed, with a gauge."""
     within = (
         *(size(p.peak_bytes), " of tensors ("),

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
-from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import even_ticks, tick_text
 from autopar.report.html.lanes import WIDTH, Lane, lanes_of
 from autopar.report.html.markup import Markup, legend, section, tag
@@ -35,7 +35,7 @@ _LOOKS = {
 }
 
 
-def timeline(plan: PlanSpec) -> Markup:
+def timeline(plan: Plan) -> Markup:
     """Renders the section; empty without a prediction."""
     p = plan.prediction
     if p is None or not p.events:
@@ -73,7 +73,7 @@ def timeline(plan: PlanSpec) -> Markup:
     )
 
 
-def _says(plan: PlanSpec, p: Prediction) -> str:
+def _says(plan: Plan, p: Prediction) -> str:
     if plan.pipeline is None:
         return (
             "The rank with the most to do: its blocks and operators, and below them the messages "
@@ -137,7 +137,7 @@ def _track(track: list[Lane], label: str) -> Markup:
     )
 
 
-def _label(plan: PlanSpec, lane: Lane) -> str:
+def _label(plan: Plan, lane: Lane) -> str:
     """Name of a row, with the stages of a pipeline rank."""
     if plan.pipeline is None or not lane.name.startswith("rank "):
         return lane.name

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.formatting import duration, human_bytes
+from autopar.plan.plan import Plan
 from autopar.plan.report_data import Traffic
-from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import (
     count,
     grid,
@@ -27,7 +27,7 @@ _WIDE, _TALL, _LEFT, _LOW = 340, 210, 58, 24  # size and margins of a chart
 Scale = Callable[[float], float]
 
 
-def traffic(plan: PlanSpec) -> Markup:
+def traffic(plan: Plan) -> Markup:
     """Renders the section; empty without messages or a prediction."""
     p = plan.prediction
     items = p.report_data.traffic if p is not None else ()

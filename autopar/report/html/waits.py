@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from autopar.cost_model.simulator.exposure import CAUSES, Exposure
 from autopar.formatting import duration
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
-from autopar.plan.spec import PlanSpec
 from autopar.report.html.figures import count, seconds, size
 from autopar.report.html.lanes import place
 from autopar.report.html.markup import Markup, section, table, tag
@@ -20,7 +20,7 @@ _MEANS = {
 }
 
 
-def waits(plan: PlanSpec) -> Markup:
+def waits(plan: Plan) -> Markup:
     """Renders the section; empty without exposed collectives."""
     p = plan.prediction
     if p is None or not p.exposures:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autopar._torch import empty_subclass, pytree
 from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 from autopar.runtime.border.closures import after_gradients
 from autopar.runtime.parameters.sharded import ShardedTensor, in_layout_of

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import current_backward, local_tensor, queue_callback
 from autopar.errors import DisagreementError, StrategyError
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.channel import channel
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.replicas import checksum

@@ -21,8 +21,8 @@ from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, render_node, tensors
 from autopar.ir.roles import Buffer, Parameter, Saved, State
 from autopar.operators.random_streams import ON_STREAM
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
-from autopar.report.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.program import CompiledGraph, Program
 from autopar.runtime.codegen.recorder import BoxedFunction

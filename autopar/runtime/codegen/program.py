@@ -48,7 +48,7 @@ from autopar.passes.rules.loops import Operator
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.bindings import use_bindings
 from autopar.runtime.codegen.ranges import range_names, with_ranges

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import without_weight_references
 from autopar.common.world import rank, running_ranks, world, world_size
 from autopar.errors import StrategyError
-from autopar.plan.spec import PlanSpec
+from autopar.plan.decisions import Decisions
 from autopar.runtime.agreement.consensus import broadcast_object, is_multi_rank
 from autopar.runtime.initialization.initialize import (
     InitFunction,
@@ -59,11 +59,13 @@ class Delivery:
     owners: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def under(plan: PlanSpec | None, mesh: DeviceMesh | None, device: torch.device) -> Delivery:
-        if plan is None or plan.pipeline is None or plan.pp_size == 1:
+    def under(
+        decisions: Decisions | None, mesh: DeviceMesh | None, device: torch.device
+    ) -> Delivery:
+        if decisions is None or decisions.pipeline is None or decisions.pp_size == 1:
             return Delivery(device, mesh)
-        stages, rank_of = plan.pipeline.owners.items(), plan.pipeline.rank_of
-        owners = {n: rank_of(stage) for n, stage in stages if n not in plan.changed}
+        stages, rank_of = decisions.pipeline.owners.items(), decisions.pipeline.rank_of
+        owners = {n: rank_of(stage) for n, stage in stages if n not in decisions.changed}
         return Delivery(device, mesh, owners)
 
     def source_of(self, names: Collection[str]) -> int:
@@ -146,19 +148,19 @@ class DeferredValues:
         """Parameters and buffers by their first name."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
-    def give_values(self, plan: PlanSpec | None, mesh: DeviceMesh | None) -> None:
+    def give_values(self, decisions: Decisions | None, mesh: DeviceMesh | None) -> None:
         """Gives all tensors their values, block by block; all ranks call this at once.
 
         Raises:
             ModelError: on every rank, naming tensors that nothing initialises.
         """
-        delivery = Delivery.under(plan, mesh, self.device)
+        delivery = Delivery.under(decisions, mesh, self.device)
         tensors, drawn = self.tensors(), self.awaiting - self.elsewhere.keys()
         units, parameters = list(units_of(self.model, self.init_fn)), list(self.model.parameters())
         with torch.no_grad(), without_weight_references(self.model), only_shapes(units):
             for unit in units:
                 self._give_unit(unit, drawn, tensors, delivery)
-                store_parameters(parameters, plan)
+                store_parameters(parameters, decisions)
 
     def _give_unit(
         self,

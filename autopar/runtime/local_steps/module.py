@@ -19,7 +19,7 @@ from autopar.common.notices import warn_once
 from autopar.common.world import as_world
 from autopar.errors import LossyWarning, StrategyError
 from autopar.plan.outer import LocalSteps, PlannedSteps
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
 from autopar.runtime.local_steps.groups import Groups
 from autopar.runtime.local_steps.rounds import Rounds

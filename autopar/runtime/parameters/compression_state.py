@@ -28,7 +28,7 @@ from autopar.ir.roles import State
 from autopar.passes.compression.reduce_algorithms import kept_of
 from autopar.plan.compression import Compression
 from autopar.plan.layout import Layout
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 
 STATE_DICT_KEY = "_extra_state"
 """Key in the state dict of a module, after torch's convention."""

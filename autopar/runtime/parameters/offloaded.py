@@ -13,29 +13,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autopar._torch import local_tensor
 from autopar.errors import StrategyError
 from autopar.operators.parameters import settle, store
-from autopar.plan.spec import PlanSpec
+from autopar.plan.decisions import Decisions
 from autopar.runtime.parameters.distribute import is_remote
 
 
-def store_parameters(parameters: Iterable[nn.Parameter], plan: PlanSpec | None) -> None:
+def store_parameters(parameters: Iterable[nn.Parameter], decisions: Decisions | None) -> None:
     """Moves this rank's parts of parameters that have values there, if the plan wants it.
 
     Raises:
         OffloadError: the disk is full, the folder cannot be written, or the host lacks memory.
         StrategyError: parameters are on a GPU, and the plan has a folder.
     """
-    if plan is None or not plan.offload_parameters:
+    if decisions is None or not decisions.offload_parameters:
         return
     _settle_after_steps()
     for parameter in parameters:
         if is_remote(parameter):
             continue
-        if parameter.device.type != "cpu" and plan.offload_dir:
+        if parameter.device.type != "cpu" and decisions.offload_dir:
             raise StrategyError(
-                f"parameters on {parameter.device} cannot go to {plan.offload_dir}, only to host "
-                "memory: plan without offload_dir"
+                f"parameters on {parameter.device} cannot go to {decisions.offload_dir}, only to "
+                "host memory: plan without offload_dir"
             )
-        store(local_tensor(parameter), plan.offload_dir)
+        store(local_tensor(parameter), decisions.offload_dir)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import NumericsNote, warn_of_notes
 from autopar.errors import CoupledRowsError, StrategyError
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.agreement.transforms import tell_of_saved_tensors_hooks
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks

@@ -21,7 +21,7 @@ from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.group_cache import mesh_over
 from autopar.runtime.parameters.distribute import (
     distribute_parameters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import StrategyError
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 
 
 def why_not_balanced(plan: Plan) -> StrategyError | None:

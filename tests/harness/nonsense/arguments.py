@@ -14,8 +14,8 @@ from autopar.cli import main
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.plan.compression import Compression
 from autopar.plan.layout import Layout
+from autopar.plan.plan import Plan
 from autopar.profiler.report import Profile
-from autopar.report.plan import Plan
 from tests.harness.nonsense.case import INF, NAN, Case
 from tests.harness.nonsense.examples import example_plan
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.plan.plan import Plan
 from autopar.profiler.report import Profile
-from autopar.report.plan import Plan
 from tests.harness.nonsense.arguments import argument_cases
 from tests.harness.nonsense.case import Case
 from tests.harness.nonsense.documents import (

@@ -8,10 +8,10 @@ from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, RunnerUp, StagePrediction, Work
 from autopar.plan.report_data import CollectiveCall, ReportData, StageProgram, Traffic
 from autopar.profiler.report import Again, Message, Profile, Side
-from autopar.report.plan import Plan
 
 
 def example_plan() -> Plan:

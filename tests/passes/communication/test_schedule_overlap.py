@@ -29,7 +29,7 @@ from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradie
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.layout import Layout
 from autopar.plan.overlap import Overlap
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from tests.harness.models import MODELS
 from tests.passes.golden import order, two_layers
 from tests.passes.parity import AXIS, World, assert_parity

@@ -19,7 +19,7 @@ from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from tests.passes.golden import two_layers
 from tests.passes.parity import AXIS
 

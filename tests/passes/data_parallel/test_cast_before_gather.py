@@ -14,7 +14,7 @@ from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.compression import Compressions
 from autopar.plan.layout import Layout
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from tests.passes.golden import TwoLayers, changes
 from tests.passes.parity import AXIS, World
 from tests.passes.simulated import c10d

@@ -7,12 +7,12 @@ import torch
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, RunnerUp, slower
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import RATES, ScaledBandwidth, sweep_bandwidth
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.report.plan import Plan
 from tests.planner.blocks import GPTBlock, Stack
 from tests.planner.problems import evaluator_of, problem_of
 

@@ -16,6 +16,7 @@ from autopar.passes.core.collective_ops import start_all_gather, starts
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.plan.layout import Layout
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.machine import known_machine
@@ -24,7 +25,6 @@ from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.extended_search import plan_extended
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.reduced_models import ReducedModels, only_few_blocks
-from autopar.report.plan import Plan
 from tests.planner.blocks import GPTBlock, Stack, T5Block
 from tests.planner.problems import problem_of
 
@@ -56,7 +56,7 @@ def problem(**strategy: Any) -> PlanningProblem:
 def extended(own: PlanningProblem) -> Plan:
     models = ReducedModels(gpt()[0], own.blocks, captured)
     models.captures |= REDUCED
-    found, _ = plan_extended(own, models, known_machine(own, 1), SearchContext())
+    found = plan_extended(own, models, known_machine(own, 1), SearchContext()).plan
     REDUCED.update(models.captures)
     return found
 
@@ -123,7 +123,7 @@ def test_kinds_of_equal_length_grow_together(depths: tuple[int, int]) -> None:
     more = {"world_size": 8, "cluster": autopar.Cluster.named("dgx-h100"), "comm_backend": "nccl"}
     own = problem_of(model, fixed, **more)
     models, machine = ReducedModels(model, own.blocks, capture), known_machine(own, 1)
-    few = plan_extended(own, models, machine, SearchContext())[0].prediction
+    few = plan_extended(own, models, machine, SearchContext()).prediction
     whole = plan_fixed_mesh(own, {1: capture(8, 1, {})}, machine).prediction
     assert few is not None
     assert whole is not None

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.common.deadline import TimeIsOver
 from autopar.errors import BatchError, CaptureError, OutOfMemoryError, PlanError
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
@@ -20,7 +21,6 @@ from autopar.planner.search.mesh_search import (
     fastest_mesh,
 )
 from autopar.planner.search.meshes import meshes
-from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 

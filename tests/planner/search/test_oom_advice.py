@@ -9,11 +9,11 @@ import pytest
 from autopar.cli import main
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError, Change, OutOfMemoryError
+from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.oom_advice import MakePlan, plan_or_advise
-from autopar.report.plan import Plan
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 

@@ -20,7 +20,7 @@ import autopar
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.plan.layout import Layout
 from autopar.plan.pipeline import Pipeline
-from autopar.report.plan import Plan
+from autopar.plan.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.models import MODELS

@@ -1,55 +1,40 @@
-"""`PlanSpec`: the decisions of a plan, stored as one JSON document."""
+"""`Decisions`: what the ranks of a plan do."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import torch
 from torch import nn
 
-from autopar.common.documents import Amount, Count, Positive, Ranks, write_text
+from autopar.common.documents import Amount, Count, Positive, Ranks
 from autopar.errors import PlanError
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.mesh_levels import (
-    DATA_AXIS,
-    Levels,
-)
+from autopar.ir.mesh_levels import DATA_AXIS, Levels
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.outer import PlannedSteps
 from autopar.plan.overlap import Overlap
 from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
-from autopar.plan.prediction import Prediction, RunnerUp
 from autopar.plan.recompute import Level
-from autopar.plan.search_outcome import SearchOutcome
 
-SCHEMA_VERSION = 7
-
-_NOT_RUN = (
-    "name", "model", "optimizer", "optimizer_state_ratio", "memory_cap", "prediction",
-    "parameter_dtypes", "sent_bytes", "runners_up", "search", "cluster", "comm_backend", "notes",
-    "torch", "offload_dir",
-)  # fmt: skip
-"""Fields that only describe a plan; `PlanSpec.digest` ignores them."""
+if TYPE_CHECKING:
+    from autopar.plan.plan import Plan
 
 ZeroStage = Annotated[int, msgspec.Meta(ge=0, le=3)]
 GlobalOrLocal = Annotated[str, msgspec.Meta(pattern="^(global|local)$")]
 
 
-@dataclass(frozen=True)
-class PlanSpec:
-    """Decisions of a plan for distributed training of a model.
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """Choices of a plan that ranks carry out. Passes read nothing else of it.
 
     Attributes:
-        name: short description.
-        model: class name of the model.
         fingerprint: hash of the names, shapes and dtypes of its parameters.
         world_size: number of ranks.
         mesh: names and sizes of the mesh axes, outermost first.
@@ -78,30 +63,14 @@ class PlanSpec:
             None if all ranks follow it together.
         precision: dtype of autocast, or None.
         reduce_precision: dtype in which gradients are reduced; None for that of their parameters.
-        optimizer: name of the assumed optimizer.
-        optimizer_state_ratio: bytes of optimizer state per byte of parameter.
-        memory_cap: memory limit of a rank, in bytes; None for no limit.
         placements: placement of each parameter along the data axis between steps.
         row_shares: share of the batch's rows of each data-parallel rank; () for equal ones.
         changed: frozen parameters that the forward changes; replicated like buffers.
         partitions: partition of the model along each model-parallel axis, in this order.
         pipeline: pipeline stages and their schedule; None without a pipeline.
         parameter_bytes: size of each unsharded parameter, in bytes.
-        parameter_dtypes: bytes of unsharded parameters of each dtype, the largest first; () if
-            unknown.
-        prediction: predicted cost; None if the plan was not simulated.
-        sent_bytes: bytes that a rank sends over each axis in a step.
-        runners_up: other plans and their predicted cost.
-        search: extent of the search, its bound and torch's best; None without a prediction.
-        cluster: name of the cluster, and the source of its figures.
-        comm_backend: backend of torch.distributed that the plan is priced on.
-        notes: limitations to show to the user.
-        torch: version of torch that made the plan.
-        schema_version: version of the document.
     """
 
-    name: str
-    model: str
     fingerprint: str
     world_size: Ranks
     mesh: tuple[tuple[str, Ranks], ...]
@@ -124,25 +93,12 @@ class PlanSpec:
     local_steps: PlannedSteps | None = None
     precision: str | None = None
     reduce_precision: str | None = None
-    optimizer: str = "AdamW"
-    optimizer_state_ratio: Amount = 2.0
-    memory_cap: Positive | None = None
     placements: tuple[tuple[str, str], ...] = ()
     row_shares: tuple[Amount, ...] = ()
     changed: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None
     parameter_bytes: tuple[tuple[str, Count], ...] = ()
-    parameter_dtypes: tuple[tuple[str, Count], ...] = ()
-    prediction: Prediction | None = None
-    sent_bytes: tuple[tuple[str, Count], ...] = ()
-    runners_up: tuple[RunnerUp, ...] = ()
-    search: SearchOutcome | None = None
-    cluster: str = ""
-    comm_backend: str = "gloo"
-    notes: tuple[str, ...] = ()
-    torch: str = field(default_factory=lambda: str(torch.__version__))
-    schema_version: int = SCHEMA_VERSION
 
     @property
     def dp_size(self) -> int:
@@ -159,30 +115,14 @@ class PlanSpec:
         """Number of model-parallel ranks: the product of tp, cp and ep."""
         return self.world_size // self.dp_size // self.pp_size
 
-    def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can store."""
-        return json.loads(json.dumps(asdict(self)))
-
-    def to_json(self) -> str:
-        """JSON text; equal plans give equal bytes."""
-        return json.dumps(self.to_dict(), indent=1) + "\n"
-
     def digest(self) -> str:
-        """Hash of the fields that affect execution; must be equal on all ranks."""
-        decisive = {k: value for k, value in self.to_dict().items() if k not in _NOT_RUN}
-        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
-
-    def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON.
-
-        Raises:
-            PlanError: the file cannot be written.
-        """
-        write_text(path, self.to_json(), PlanError)
+        """Hash of all decisions; must be equal on all ranks."""
+        own = Decisions(**{item.name: getattr(self, item.name) for item in fields(Decisions)})
+        return hashlib.sha256(json.dumps(asdict(own)).encode()).hexdigest()[:16]
 
 
 def check_plan(
-    plan: PlanSpec, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int
+    plan: Plan, model: nn.Module, parameters: Iterable[ParameterInfo], world_size: int
 ) -> None:
     """Checks that a plan fits a model.
 
