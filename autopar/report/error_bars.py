@@ -31,8 +31,8 @@ class PredictionInterval:
 
 _PUBLISHED = "74 published runs of Megatron-LM and FSDP on A100s and H100s"
 _RESERVED = (
-    "12 published figures, 8 of activations and 4 of what torch reserved; NCCL's buffers and the "
-    "CUDA context come on top"
+    "12 published figures (8 of activations, 4 of what torch reserved), without NCCL's buffers and "
+    "the CUDA context"
 )
 STEPS = {
     "measured": PredictionInterval(0.87, 1.40, "260 plans of 7 models trained on CPUs"),

@@ -79,8 +79,8 @@ class Overhead:
         if self.workspace.present:
             return ()
         return (
-            f"memory: workspaces of kernels on {self.device} are not counted, because there is "
-            f"none here; the optimizer's step is {self.optimizer.provenance}",
+            f"memory: workspaces of kernels are not counted, because no {self.device} is here; the "
+            f"optimizer's step is {self.optimizer.provenance}",
         )
 
 

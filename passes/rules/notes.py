@@ -58,9 +58,9 @@ def indivisible_notes(graph: TrainingGraph, sharded: Collection[str], axis: str)
                 others = [str(n) for n in (count - count % ranks, count + -count % ranks) if n]
                 where = f" at {line}" if (line := source_line(node)) else ""
                 notes[names, size, count] = (
-                    f"{names}: whole on every rank of {axis}, since {size} is seen as {count} x "
-                    f"{size // count}{where}, and {ranks} ranks do not divide {count}; "
-                    f"{' or '.join(others)} they would"
+                    f"{names}: whole on every rank of {axis}. Forward views {size} as {count} x "
+                    f"{size // count}{where}, and {ranks} ranks cannot share {count} "
+                    f"({' or '.join(others)} would do)"
                 )
     return tuple(notes.values())
 

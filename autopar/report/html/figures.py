@@ -39,7 +39,7 @@ def amount(value: float) -> Markup:
 
 def rate_text(bytes_per_s: float) -> str:
     """A bandwidth in decimal units."""
-    for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+    for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"

@@ -66,7 +66,7 @@ def _says(plan: Plan, p: Prediction) -> Sequence[object]:
     if plan.memory_cap is None:
         return [*parts, ". No cap was given."]
     room = plan.memory_cap - p.needed_bytes
-    return [*parts, ". Of the cap of ", size(plan.memory_cap), " ", size(room), " stay free."]
+    return [*parts, ". ", size(room), " of the cap of ", size(plan.memory_cap), " stay free."]
 
 
 def peak_s(p: Prediction) -> float:

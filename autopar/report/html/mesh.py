@@ -219,8 +219,8 @@ def _stages(pipeline: Pipeline) -> Markup:
     for name, stage in pipeline.owners.items():
         first.setdefault(stage, name)
     rows = [
-        (str(rank), str(stage), tag("code", first.get(stage, "no parameter")))
+        (f"rank {rank}", str(stage), tag("code", first.get(stage, "no parameter")))
         for rank in range(pipeline.ranks)
         for stage in pipeline.stages_of(rank)
     ]
-    return table(("pp rank", "stage", "from"), rows, "Stages of the pipeline")
+    return table(("pipeline rank", "stage", "from"), rows, "Stages of the pipeline")

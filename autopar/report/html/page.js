@@ -245,7 +245,8 @@ class Timeline {
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
     const first = this.from / WIDTH * this.data.step, found = [];
-    for (let n = Math.ceil(first / step); n * step < first + seconds * 0.97; n += 1) {
+    const last = first + seconds * (1 - 45 / Math.max(90, this.ticks.clientWidth)); // whole names
+    for (let n = Math.ceil(first / step); n * step < last; n += 1) {
       const mark = document.createElement("span");
       mark.textContent = n ? time(n * step) : "0 s";
       mark.style.left = `${(n * step - first) / seconds * 100}%`;

@@ -27,12 +27,13 @@ def sources(plan: Plan) -> Markup:
     p = plan.prediction
     parts: list[object] = []
     if p is not None and p.provenance:
-        parts.append(_kinds({kind: p.provenance.get(kind, 0) for kind in KINDS}))
+        parts.append(_kinds({kind: n for kind in KINDS if (n := p.provenance.get(kind))}))
         parts.append(tag("p", "Cluster: ", plan.cluster or "not named", class_="lead"))
     if p is not None:
         step, memory = step_interval(p), memory_interval(p)
-        bars = f"nine in ten of {step.source} for times, of {memory.source} for memory"
-        parts.append(tag("p", f"Ranges (“… to …”) span {bars}.", class_="lead"))
+        times = f"Times (“… to …”): nine in ten of {step.source}. "
+        sizes = f"Memory: nine in ten of {memory.source}."
+        parts.append(tag("p", times, sizes, class_="lead"))
     if plan.notes:
         parts.append(tag("ul", *(tag("li", note) for note in plan.notes), class_="notes"))
     parts.append(

@@ -75,8 +75,8 @@ def test_heads_that_the_axis_does_not_divide_are_named() -> None:
     strategy = fixed(tp=2, placements=whole_heads)
     rows, _ = case.batch(5, 0)
     (note,) = autopar.plan(case.make(), 2, example_inputs=rows, strategy=strategy).notes
-    assert note.startswith("blocks.*.out.weight: whole on every rank of tp, since 30 is seen as")
-    assert note.endswith("2 ranks do not divide 5; 4 or 6 they would")
+    assert note.startswith("blocks.*.out.weight: whole on every rank of tp. Forward views 30 as")
+    assert note.endswith("2 ranks cannot share 5 (4 or 6 would do)")
 
 
 def column_and_row(graph: TrainingGraph) -> NodeStrategies:
