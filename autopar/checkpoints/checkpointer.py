@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from autopar.checkpoints.plain_data import read_values
 from autopar.checkpoints.preemption import Preemption
 from autopar.checkpoints.training_state import TrainingState
 from autopar.common.checks import count
-from autopar.common.notices import warn_once
+from autopar.common.notices import say, warn_once
 from autopar.common.world import rank, world_size
 from autopar.errors import BatchError, CheckpointError, CheckpointWarning, StrategyError
 from autopar.runtime.agreement.consensus import (
@@ -130,7 +129,7 @@ class Checkpointer:
             self._state.restore(saved.path, values, trusted=trusted)
             self._step = self._saved_step = saved.step
             self._stamp = saved.stamp
-            _say(f"goes on behind step {saved.step} of {saved.path}")
+            say(f"resumes after step {saved.step} of {saved.path}")
             break
         return self._step
 
@@ -261,15 +260,10 @@ class Checkpointer:
 def _faults(folder: Path) -> list[str]:
     """Faults of a checkpoint; each rank reads a part of its files."""
     part = partial(faults_of, folder, rank(), world_size())
-    own = awaited(part, lambda: f"the checksums of {folder}", math.inf, _say)
+    own = awaited(part, lambda: f"the checksums of {folder}", math.inf, say)
     if not is_multi_rank():
         return own
     return sorted({fault for faults in gather_objects(own) for fault in faults})
-
-
-def _say(text: str) -> None:
-    if rank() == 0:
-        print(f"autopar {text}", file=sys.stderr, flush=True)
 
 
 def _check_shared(folder: Path) -> None:
