@@ -102,7 +102,8 @@ class Driver(ABC):
         found = replace(plan.search or SearchOutcome(), ddp=ddp, fsdp=fsdp)
         if best is not None and best.prediction is not None:
             found = replace(found, baseline=best.name, baseline_s=best.prediction.step_s)
-        return replace(plan, search=found)
+        note = cost.work.note(plan.world_size) if cost.work is not None else None
+        return replace(plan, search=found, notes=(*plan.notes, *([note] if note else [])))
 
     def plan_mesh(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from autopar.common.documents import Amount, Count, Duration, Positive, Rate, Seconds
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.timing import flops_of
@@ -21,6 +23,12 @@ MOST_EXPOSED = 20
 RUNNERS_UP = 12
 """Number of other plans that a plan stores."""
 
+NARROW = ("bfloat16", "float16")
+"""Dtypes whose products run on tensor cores."""
+
+WIDE_SHARE = 0.1
+"""Share of the FLOPs in float32 from which a plan says so."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -33,6 +41,8 @@ class Work:
             and backward, without recomputation; causal attention counts like full attention.
         peak: peak FLOP/s of one rank's device; 0 if unknown.
         dtype: dtype of the products.
+        wide_flops: those of `flops` that run in float32 though `dtype` is narrower.
+        wide_peak: peak FLOP/s of one rank's device in float32; 0 if unknown.
     """
 
     rows: Count
@@ -40,6 +50,8 @@ class Work:
     flops: Amount
     peak: Amount
     dtype: str
+    wide_flops: Amount = 0.0
+    wide_peak: Amount = 0.0
 
     @staticmethod
     def of(graph: TrainingGraph, parts: int, cluster: Cluster, dtype: str) -> Work:
@@ -51,15 +63,42 @@ class Work:
             cluster: cluster of the device.
             dtype: dtype of the products, such as "bfloat16".
         """
-        flops = sum(flops_of(node) for node in graph.calls())
+        flops = wide_flops = 0.0
+        for node in graph.calls():
+            if done := flops_of(node):
+                flops += done
+                is_wide = dtype in NARROW and tensors(node)[0].dtype == torch.float32
+                wide_flops += done if is_wide else 0.0
         device = cluster.figures or find_device(cluster.device)
-        peak = device.flops_per_s.get(dtype, 0.0) if device is not None else 0.0
+        rates = device.flops_per_s if device is not None else {}
         pairs = zip(graph.inputs, graph.placeholders, strict=True)
         given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
         rows = next((v.shape[0] for v in given if v.dim()), 0)
         whole = (v for v in given if v.dim() == 2 and not v.dtype.is_floating_point)
         tokens = next((v.numel() for v in whole), 0)
-        return Work(rows * parts, tokens * parts, flops * parts, peak, dtype)
+        return Work(
+            rows=rows * parts,
+            tokens=tokens * parts,
+            flops=flops * parts,
+            peak=rates.get(dtype, 0.0),
+            dtype=dtype,
+            wide_flops=wide_flops * parts,
+            wide_peak=rates.get("float32", 0.0),
+        )
+
+    def note(self, ranks: int) -> str | None:
+        """A note on products in float32 where others are narrower; None if they are few.
+
+        Autocast leaves some products in the dtype of their weights, such as those of experts.
+        """
+        if self.wide_flops < WIDE_SHARE * self.flops or not self.wide_peak:
+            return None
+        took = duration(self.wide_flops / ranks / self.wide_peak)
+        return (
+            f"{self.wide_flops / self.flops:.0%} of the FLOPs run in float32, where autocast keeps "
+            f"the dtype of the weights: {took} of a step at the peak of the device. Parameters in "
+            f"{self.dtype} run them on tensor cores"
+        )
 
     def utilisation(self, step_s: float, ranks: int) -> float:
         """Fraction of the peak FLOP/s of all ranks; 0 if unknown."""

@@ -108,7 +108,7 @@ class ExtendedEvaluator(Evaluator):
         scalars["reserved_bytes"] = scalars["peak_bytes"] + round(gaps)
         found: dict[str, Any] = scalars | {"memory": memory}
         found |= {name: tables[name] for name in TABLES}
-        work = replace(self.reduced[0].work, flops=tables["work"]["flops"])
+        work = replace(self.reduced[0].work, **tables["work"])
         prediction = Prediction(**found, context_bytes=context_bytes, work=work)
         sent = tuple(sorted((axis, size) for axis, size in tables["sent"].items() if size))
         plan = self.plan(config)
@@ -228,4 +228,4 @@ def figures_of(candidate: Candidate, work: Work) -> dict[tuple[str, str], float]
     for name in TABLES:
         found |= {(name, key): float(value) for key, value in getattr(cost, name).items()}
     found |= {("sent", axis): float(nbytes) for axis, nbytes in candidate.plan.sent_bytes}
-    return found | {("work", "flops"): work.flops}
+    return found | {("work", name): getattr(work, name) for name in ("flops", "wide_flops")}
