@@ -32,8 +32,9 @@ from autopar.planner.placement.unmeasured import repartition
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.measure_problem import (
-    GraphStrategies,
-    measure_problem,
+    SolvedGraphs,
+    measure_programs,
+    programs_to_time,
     strategies_to_replay,
 )
 from autopar.planner.search.mesh_search import EstimateMesh
@@ -102,16 +103,29 @@ class LiveDriver(Driver):
     def measure(self, problem: PlanningProblem, graphs: Graphs) -> Machine | None:
         """Measures the programs of the strategies that these measurements then lead to."""
         machine: Machine | None = None
-        replayed: list[GraphStrategies] = []
+        replayed: list[SolvedGraphs] = []
         for _ in range(MAX_REPLAYED):
-            solve = partial(strategies_to_replay, problem, graphs, machine)
-            strategies = broadcast_from_rank0(solve)
-            if strategies in replayed:
+            solved = broadcast_from_rank0(partial(strategies_to_replay, problem, graphs, machine))
+            if solved in replayed:
                 break
-            replayed.append(strategies)
-            measured = partial(measure_problem, problem, graphs, strategies, live=True)
-            machine = run_on_all_ranks(partial(measured, known=machine))
+            replayed.append(solved)
+            if not self._all_fit(problem, graphs, solved):
+                solved = {count: one.undivided() for count, one in solved.items()}
+            # a rank that cannot lower says so before others wait for it in a measurement
+            lower = partial(programs_to_time, problem, graphs, solved, live=True)
+            programs = run_on_all_ranks(lower)
+            timed = partial(measure_programs, problem, programs, live=True, known=machine)
+            machine = run_on_all_ranks(timed)
         return machine
+
+    def _all_fit(self, problem: PlanningProblem, graphs: Graphs, solved: SolvedGraphs) -> bool:
+        """Whether the rows of every rank can be divided as those of rank 0."""
+        if not solved or not is_multi_rank():
+            return True
+        fitted = run_on_all_ranks(
+            lambda: [one.for_rows_of(graphs[count], problem) for count, one in solved.items()]
+        )
+        return all(gather_objects(None not in fitted))
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
         cluster = problem.cluster or measure(device=problem.device, budget_s=COLLECTIVES_BUDGET_S)

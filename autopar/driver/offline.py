@@ -104,7 +104,7 @@ class OfflineDriver(Driver):
         if self._is_absent(problem):
             return self._absent_machine(problem)
         limit_s = self.deadline.part(MEASURING_SHARE).left_s
-        return measure_problem(problem, graphs, live=False, limit_s=limit_s)
+        return measure_problem(problem, graphs, limit_s=limit_s)
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
         self._estimator = MeshEstimator(
@@ -190,7 +190,7 @@ class OfflineDriver(Driver):
         """The machine of a cluster that is not here; all its times are modelled."""
         key = str(problem.cluster.name if problem.cluster else ""), problem.world_size
         if key not in self._machines:
-            machine = measure_problem(problem, {}, live=False)
+            machine = measure_problem(problem, {})
             assert machine is not None
             self._machines[key] = machine
         return self._machines[key]

@@ -26,14 +26,19 @@ def test_solutions_of_measured_times_are_measured(
         machines.append(machine)
         return left.pop(0)
 
-    def measure(problem: Any, graphs: Any, solution: str, *, live: bool, known: Any) -> str:
+    def lower(problem: Any, graphs: Any, solution: str, *, live: bool) -> str:
+        assert live
+        return solution
+
+    def measure(problem: Any, programs: str, *, live: bool, known: Any) -> str:
         assert live
         assert known is machines[-1]
-        timed.append(solution)
-        return f"times of {solution}"
+        timed.append(programs)
+        return f"times of {programs}"
 
     monkeypatch.setattr(live, "strategies_to_replay", solve)
-    monkeypatch.setattr(live, "measure_problem", measure)
+    monkeypatch.setattr(live, "programs_to_time", lower)
+    monkeypatch.setattr(live, "measure_programs", measure)
     problem = problem_of(MODELS["gpt"].make(), autopar.Strategy(tp=2))
     driver = live.LiveDriver(problem, lambda *sizes: None, Deadline(None), None, None)  # type: ignore[arg-type, return-value]
     assert driver.measure(problem, {}) == f"times of {measured[-1]}"  # type: ignore[comparison-overlap]

@@ -146,7 +146,7 @@ def test_what_cannot_be_faster_is_not_searched_further() -> None:
     cluster = Cluster.default(4)
     problem = problem_of(model, autopar.Strategy(), cluster=cluster)
     graphs = {1: capture_of_rank(model, inputs, 0, 4)}
-    machine = measure_problem(problem, graphs, live=False)
+    machine = measure_problem(problem, graphs)
     plan = plan_fixed_mesh(problem, graphs, machine, SearchContext(incumbent_s=1e-9))
     assert [other.name for other in plan.runners_up if "4 MiB" not in other.name] == []
     assert len(plan.runners_up) == 2

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
-from autopar.plan.partition import NodeStrategies
+from autopar.plan.partition import (
+    NodeStrategies,
+    needs_planned_rows,
+    rescale_interleave,
+    rows_of,
+)
 from autopar.planner.evaluate.candidate import (
     compression_of,
     default_config,
@@ -29,8 +34,50 @@ from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.build_evaluator import build_evaluator
 
-GraphStrategies = Mapping[int, tuple[NodeStrategies, ...]]
-"""Strategies along each model-parallel axis, by number of micro-batches."""
+
+@dataclass(frozen=True)
+class SolvedGraph:
+    """Strategies along each model-parallel axis of rank 0's graph, which has so many rows."""
+
+    rows: int
+    op_strategies: tuple[NodeStrategies, ...]
+
+    def for_rows_of(
+        self, graph: TrainingGraph, problem: PlanningProblem
+    ) -> tuple[NodeStrategies, ...] | None:
+        """The strategies for the rows of a rank's graph; None if they divide rank 0's rows."""
+        axes, rows = problem.strategy.axes, rows_of(graph)
+        by_axis = dict(zip(axes, self.op_strategies, strict=True))
+        if rows == self.rows:
+            return self.op_strategies
+        fitted: list[NodeStrategies] = []
+
+        def fit(axis: str, before: TrainingGraph) -> NodeStrategies:
+            if needs_planned_rows(by_axis[axis], before, self.rows, axes[axis]):
+                return ()
+            fitted.append(rescale_interleave(by_axis[axis], before, self.rows, rows))
+            return fitted[-1]
+
+        whole = replace(graph, axes=dict(problem.mesh))
+        for _ in partition_in_order(axes, whole, dict.fromkeys(axes, 0), fit):
+            pass
+        return tuple(fitted) if len(fitted) == len(axes) else None
+
+    def undivided(self) -> SolvedGraph:
+        """The graph with everything whole on every rank."""
+        return replace(self, op_strategies=((),) * len(self.op_strategies))
+
+
+SolvedGraphs = Mapping[int, SolvedGraph]
+"""By number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Programs and operators to time."""
+
+    lowered: tuple[TrainingGraph, ...] = ()
+    sharded_operators: Mapping[str, fx.Node] = field(default_factory=dict)
 
 
 def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
@@ -49,7 +96,7 @@ def needs_machine(problem: PlanningProblem, *, live: bool) -> bool:
 
 def strategies_to_replay(
     problem: PlanningProblem, graphs: Graphs, machine: Machine | None = None
-) -> GraphStrategies:
+) -> SolvedGraphs:
     """Strategies of each graph, solved with a machine or before anything is measured.
 
     They are taken from rank 0 on live ranks: the solver may find different optima on loaded cores,
@@ -58,39 +105,30 @@ def strategies_to_replay(
     if not needs_machine(problem, live=True) or not problem.strategy.axes:
         return {}
     return {
-        count: build_evaluator(problem, graph, machine).setup.op_strategies
+        count: SolvedGraph(
+            rows_of(graph), build_evaluator(problem, graph, machine).setup.op_strategies
+        )
         for count, graph in graphs.items()
     }
 
 
-def measure_problem(
-    problem: PlanningProblem,
-    graphs: Graphs,
-    strategies: GraphStrategies | None = None,
-    *,
-    live: bool,
-    limit_s: float = math.inf,
-    known: Machine | None = None,
-) -> Machine | None:
-    """The machine with operators timed at the shapes of these graphs; None if nothing needs it.
-
-    All live ranks call this at once, with the `strategies_to_replay` of rank 0. Within `limit_s`
-    seconds the quickest operators are timed, and others are modelled. A `known` machine, from other
-    strategies, only has its operators extended.
-    """
+def programs_to_time(
+    problem: PlanningProblem, graphs: Graphs, solved: SolvedGraphs | None = None, *, live: bool
+) -> Programs:
+    """The programs of a problem, lowered under strategies that are solved for unless given."""
     if not needs_machine(problem, live=live):
-        return None
-    if not live and absent(problem.device, problem.cluster):
-        graphs = {}  # every time is modelled
+        return Programs()
     zero_stages = (0, 3) if problem.dp_size > 1 else (0,)
     in_memory = replace(problem.strategy, offload=None)
     configs = [default_config(in_memory, problem.blocks, stage) for stage in zero_stages]
     if problem.strategy.compress is None:
         methods = [(compression_of(method),) for method in problem.strategy.lossy]
         configs += [replace(config, compress=method) for config in configs for method in methods]
-    lowered, nodes, strategies = [], dict[str, fx.Node](), strategies or {}
+    lowered, nodes = list[TrainingGraph](), dict[str, fx.Node]()
     for count, graph in graphs.items():
-        whole = build_evaluator(problem, graph, None, op_strategies=strategies.get(count)).setup
+        one = (solved or {}).get(count)
+        op_strategies = None if one is None else one.for_rows_of(graph, problem)
+        whole = build_evaluator(problem, graph, None, op_strategies=op_strategies).setup
         setup = replace(whole, micro_batches=count)
         evaluator = SpmdEvaluator(setup)
         lowered += [evaluator.lowered(config) for config in dict.fromkeys(configs)]
@@ -100,11 +138,30 @@ def measure_problem(
             lowered.append(SpmdEvaluator(partial).lowered(configs[0]))
         if problem.strategy.axes:
             nodes |= _sharded_operators(problem, graph, setup.op_strategies)
+    return Programs(tuple(lowered), nodes)
+
+
+def measure_programs(
+    problem: PlanningProblem,
+    programs: Programs,
+    *,
+    live: bool,
+    limit_s: float = math.inf,
+    known: Machine | None = None,
+) -> Machine | None:
+    """The machine with the operators of programs timed; None if nothing needs it.
+
+    All live ranks call this at once, with the same programs but for their rows. Within `limit_s`
+    seconds the quickest operators are timed, and others are modelled. A `known` machine, from other
+    strategies, only has its operators extended.
+    """
+    if not needs_machine(problem, live=live):
+        return None
     if known is not None:
-        machine = time_programs(known, lowered, live=live, limit_s=limit_s)
+        machine = time_programs(known, programs.lowered, live=live, limit_s=limit_s)
     else:
         machine = measure_machine(
-            lowered,
+            programs.lowered,
             problem.device,
             problem.cluster,
             problem.optimizer,
@@ -116,8 +173,19 @@ def measure_problem(
             offload=problem.strategy.offloads,
         )
     if problem.strategy.axes and machine.operators.present:
+        nodes = programs.sharded_operators
         machine = time_shards(machine, nodes, live=live, limit_s=limit_s)
     return machine
+
+
+def measure_problem(
+    problem: PlanningProblem, graphs: Graphs, *, limit_s: float = math.inf
+) -> Machine | None:
+    """The machine of an offline problem, with operators timed here where it is this machine."""
+    if absent(problem.device, problem.cluster):
+        graphs = {}  # every time is modelled
+    programs = programs_to_time(problem, graphs, live=False)
+    return measure_programs(problem, programs, live=False, limit_s=limit_s)
 
 
 def _sharded_operators(

@@ -9,6 +9,7 @@ from autopar.capture.batch_slices import capture_of_rank
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, TimedProgram
 from autopar.ir.graph import TrainingGraph
 from autopar.planner.search import measure_problem as measuring
+from autopar.planner.search.measure_problem import strategies_to_replay
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 
@@ -45,7 +46,20 @@ def test_programs_of_one_micro_batch_run(
     inputs = case.batch(8, 0)[0]
     graph = capture_of_rank(model, inputs, 0, problem.dp_size, micro_batches=count)
     with pytest.raises(_StopError):
-        measuring.measure_problem(problem, {count: graph}, live=False)
+        measuring.measure_problem(problem, {count: graph})
     assert programs
     for program in programs:
         assert TimedProgram(program).run(SINGLE_RANK)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_ranks_with_fewer_rows_time_the_strategies_of_rank_0_if_these_fit(fits: bool) -> None:
+    case = MODELS["gpt"]
+    model, problem = case.make(), problem_of(case.make(), autopar.Strategy(tp=2))
+    first, other = (capture_of_rank(model, case.batch(7, 0)[0], rank, 2) for rank in (0, 1))
+    (solved,) = strategies_to_replay(problem, {1: first}).values()
+    if fits:
+        solved = solved.undivided()
+    assert (solved.for_rows_of(other, problem) is not None) == fits
+    assert solved.for_rows_of(first, problem) == solved.op_strategies
+    assert solved.undivided().op_strategies == ((),)
