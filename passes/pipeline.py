@@ -144,7 +144,7 @@ def _data_parallel(
     if hold:
         unreduced = tuple(dict(decisions.parameter_bytes))
     shard_rank = coordinate_on(layout.shard_axis, dp_rank, layout.axes)
-    yield ShardParameters(layout.shard_axis, shard_rank, decisions.zero_stages)
+    yield ShardParameters(layout.shard_axis, shard_rank, decisions.zero_stages, layout.zero_dims)
     yield CastBeforeGather()
     options = (unreduced, held, layout.shard_axis, decisions.reduce_precision or "")
     yield SynchronizeGradients(DATA_AXIS, dp_rank, *options)

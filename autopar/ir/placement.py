@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -154,6 +156,32 @@ def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:
     (3, 3, 3, 1)
     """
     return tuple(chunk_of(rows, parts, part)[1] for part in range(parts))
+
+
+EVEN_ENOUGH = 1.05
+"""Largest ratio of a rank's chunk to an even share that counts as even."""
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Dim whose chunks over `ranks` are the most even; the first that is even enough.
+
+    >>> shard_dim((50257, 768), 16), shard_dim((8, 4096, 14336), 16), shard_dim((3,), 2)
+    (0, 1, 0)
+    """
+    excess = [unevenness(size, ranks) for size in shape]
+    return next(
+        (dim for dim, ratio in enumerate(excess) if ratio <= EVEN_ENOUGH),
+        excess.index(min(excess)),
+    )
+
+
+def unevenness(size: int, ranks: int) -> float:
+    """Ratio of the largest chunk of a dim over some ranks to an even share.
+
+    >>> unevenness(8, 16), unevenness(8, 4)
+    (2.0, 1.0)
+    """
+    return chunk_of(size, ranks, 0)[1] * ranks / size if size else math.inf
 
 
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:

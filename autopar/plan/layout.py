@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.common.checks import count
+from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import (
     DATA_AXIS,
     DATA_STORAGE_AXES,
@@ -12,7 +13,7 @@ from autopar.ir.mesh_levels import (
     INTRA_NODE,
     level,
 )
-from autopar.ir.placement import Placement, Replicate, Shard, placement_of
+from autopar.ir.placement import Placement, Replicate, Shard, chunk_of, placement_of
 from autopar.plan.decisions import Decisions
 
 
@@ -46,6 +47,25 @@ class Layout:
     def shard_axis(self) -> str:
         """Axis or level that ZeRO shards parameters over."""
         return level(DATA_AXIS, INTRA_NODE) if self.decisions.hybrid else DATA_AXIS
+
+    @property
+    def shard_ranks(self) -> int:
+        """Number of ranks that ZeRO shards parameters over."""
+        return self.axes[self.shard_axis]
+
+    def model_parallel_shape(self, info: ParameterInfo) -> tuple[int, ...]:
+        """Largest shape that a parameter has on a rank of tp, cp and ep, before ZeRO."""
+        shape = list(info.shape)
+        for partition in self.decisions.partitions:
+            if isinstance(placement := partition.layouts.get(info.name), Shard):
+                shape[placement.dim] = chunk_of(shape[placement.dim], partition.ranks, 0)[1]
+        return tuple(shape)
+
+    @property
+    def zero_dims(self) -> tuple[tuple[str, int], ...]:
+        """Parameters that ZeRO shards on another dim than 0, and that dim."""
+        placed = ((name, placement_of(text)) for name, text in self.decisions.placements)
+        return tuple((n, p.dim) for n, p in placed if isinstance(p, Shard) and p.dim)
 
     @property
     def storage(self) -> tuple[tuple[str, int], ...]:

@@ -22,7 +22,6 @@ from autopar.passes.core.collective_ops import (
     tagged,
     wait_of,
 )
-from autopar.passes.core.node_builder import aten
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.plan.buckets import Buckets, Group
 
@@ -97,8 +96,9 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     if first.target in (start_all_gather, start_reduce_scatter):
         options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
     old = [result for m in members for result in results_of(m)]
-    for cast in (x for x in operands if place is first and place < x):
-        place.prepend(cast)  # of an input
+    if place is first:
+        for node in _behind(place, operands):
+            place.prepend(node)
     graph.inserting_before(place.next)
     new = collective(graph, place, first.target, operands, *options)
     annotate(new, **{k: first.meta[k] for k in COPIED_META if k in first.meta})
@@ -110,13 +110,32 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         after.meta = dict(before.meta)
         before.replace_all_uses_with(after)
         graph.erase_node(before)
-        casts = (user for user in after.users if user.target is aten._to_copy.default)
-        for cast in [cast for cast in casts if cast < after]:
-            after.append(cast)  # of a gradient that is reduced in a narrower dtype
+        _follow(after)
     for member in members:
         graph.erase_node(wait_of(member))
         graph.erase_node(member)
     return start
+
+
+def _follow(result: fx.Node) -> None:
+    """Moves the casts and copies of a result that was written behind them, in order."""
+    place, pending = result, sorted(user for user in result.users if user < result)
+    while pending:
+        node = pending.pop(0)
+        place.append(node)
+        place = node
+        pending += sorted(user for user in node.users if user < node and user not in pending)
+
+
+def _behind(place: fx.Node, operands: Iterable[fx.Node]) -> list[fx.Node]:
+    """Casts and copies of inputs behind a place that lead to operands, in order."""
+    found, todo = set[fx.Node](), list(operands)
+    while todo:
+        node = todo.pop()
+        if place < node and node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return sorted(found)
 
 
 COPIED_META = ("placement", "batch_dims", "gradient", "summed")

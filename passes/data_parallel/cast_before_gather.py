@@ -76,7 +76,7 @@ def _casts(gathered: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
         for user in node.users:
             if _is_cast(user):
                 casts.append(user)
-            elif is_view(user) and _dtype(user) == _dtype(gathered):
+            elif _is_view_or_copy(user) and _dtype(user) == _dtype(gathered):
                 views.append(user)
                 pending.append(user)
             else:
@@ -87,6 +87,11 @@ def _casts(gathered: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
     (dtype,) = dtypes
     smaller = dtype is not None and dtype.itemsize < tensors(gathered)[0].itemsize
     return (casts, views) if smaller else None
+
+
+def _is_view_or_copy(node: fx.Node) -> bool:
+    """Whether a node changes no value: a view, or the copy that puts a sharded dim in place."""
+    return is_view(node) or node.target is aten.transpose_copy.int
 
 
 def _is_cast(node: fx.Node) -> bool:

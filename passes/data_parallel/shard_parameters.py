@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
-from autopar.ir.placement import Replicate, Shard, chunk_rows
+from autopar.ir.placement import Placement, Replicate, Shard, chunk_rows
 from autopar.ir.roles import Parameter
 from autopar.passes.core.collective_ops import annotate, collective, start_all_gather
-from autopar.passes.core.node_builder import is_random, recompute
+from autopar.passes.core.node_builder import aten, call, is_random, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 
 
@@ -19,21 +19,23 @@ from autopar.passes.core.pass_base import Pass, PassResult
 class ShardParameters(Pass):
     """Shards the parameters of each block over an axis by its ZeRO stage.
 
-    Before: parameters are replicated. After: stages 1 and 2 shard trained parameters on dim 0, and
-    stage 3 shards all parameters. A gather precedes the first use of each. Stage 3 gathers again
-    for the backward and recomputes values that depend on parameters alone, so no unsharded
-    parameter outlives its phase. Parameters that the forward uses last stay gathered, since the
-    backward needs them first. Tier: exact.
+    Before: parameters are replicated. After: stages 1 and 2 shard trained parameters, and stage 3
+    shards all, on dim 0 or one that divides more evenly. A gather precedes the first use of each.
+    Stage 3 gathers again for the backward and recomputes values that depend on parameters alone, so
+    no unsharded parameter outlives its phase. Parameters that the forward uses last stay gathered,
+    since the backward needs them first. Tier: exact.
 
     Attributes:
         axis: name of the mesh axis.
         rank: this rank's coordinate on the axis.
         stages: ZeRO stage of each block; block "" has all parameters outside of blocks.
+        dims: parameters that are sharded on another dim than 0, and that dim.
     """
 
     axis: str
     rank: int
     stages: tuple[tuple[str, int], ...]
+    dims: tuple[tuple[str, int], ...] = ()
     ensures = frozenset({GraphProperty.PARAMETERS_SHARDED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -52,7 +54,9 @@ class ShardParameters(Pass):
         for info, node in used.items():
             regather = stages[info.block] == 3 and info not in stay_gathered
             self.shard(graph, node, info, regather=regather)
-        layouts = {**graph.layouts, **{info.name: Shard(0) for info in sharded}}
+        dims = dict(self.dims)
+        own = {info.name: Shard(dims.get(info.name, 0)) for info in sharded}
+        layouts = {**graph.layouts, **own}
         return PassResult(replace(graph, layouts=layouts))
 
     def shard(
@@ -60,23 +64,36 @@ class ShardParameters(Pass):
     ) -> None:
         """Shards an input and writes one gather, or one for each phase."""
         users = sorted(node.users)
-        rows = chunk_rows(info.shape[0], graph.axes[self.axis])
-        whole = node.meta["val"]
-        node.meta["val"] = whole.new_empty((rows[self.rank], *info.shape[1:]))
-        node.meta["placement"] = Shard(0)
+        dim, local = dict(self.dims).get(info.name, 0), list(info.shape)
+        local[dim] = chunk_rows(info.shape[dim], graph.axes[self.axis])[self.rank]
+        node.meta["val"] = node.meta["val"].new_empty(local)
+        node.meta["placement"] = Shard(dim)
         groups = [users]
         if regather:
             groups = [[u for u in users if u.meta["phase"] == p] for p in ("forward", "backward")]
         for group in filter(None, groups):
             graph.graph.inserting_before(group[0])
             like = group[0] if group[0].op != "output" else node
+            front = swapped(graph.graph, like, node, dim, Shard(0))
             (full,) = collective(
-                graph.graph, like, start_all_gather, [node], [info.shape[0]], self.axis
+                graph.graph, like, start_all_gather, [front], [info.shape[dim]], self.axis
             )
             full.meta["gathered"] = info.name
             annotate([full], placement=Replicate())
+            full = swapped(graph.graph, like, full, dim, Replicate())
             for user in group:
                 user.replace_input_with(node, full)
+
+
+def swapped(
+    graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, placement: Placement
+) -> fx.Node:
+    """A copy whose first dim is `dim`, since collectives divide the first; its own inverse."""
+    if not dim:
+        return node
+    made = call(graph, like, aten.transpose_copy.int, node, 0, dim)
+    made.meta["placement"] = placement
+    return made
 
 
 def last_used(parameters: Mapping[ParameterInfo, fx.Node]) -> set[ParameterInfo]:

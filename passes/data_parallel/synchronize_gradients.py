@@ -20,6 +20,7 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import add_input, aten, call, fake_like
 from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.data_parallel.shard_parameters import swapped
 
 _ROUNDED = "gradients are reduced in {}: parts and sums are rounded, unlike on one device"
 """Note on a `dtype` that is given."""
@@ -119,11 +120,14 @@ class SynchronizeGradients(Pass):
             return reduced(start_all_reduce, node, layout, self.axis)
         axis = self.shard_axis or self.axis
         coordinate = coordinate_on(axis, self.rank, graph.axes)
-        rows = chunk_rows(info.shape[0], graph.axes[axis])[coordinate]
+        rows = chunk_rows(info.shape[layout.dim], graph.axes[axis])[coordinate]
+        front = swapped(graph.graph, like, node, layout.dim, Partial())
         if axis == self.axis:
-            return reduced(start_reduce_scatter, node, layout, [rows], axis)
-        part = reduced(start_reduce_scatter, node, Partial(), [rows], axis)
-        return reduced(start_all_reduce, part, layout, level(self.axis, INTER_NODE))
+            part = reduced(start_reduce_scatter, front, Shard(0), [rows], axis)
+        else:
+            part = reduced(start_reduce_scatter, front, Partial(), [rows], axis)
+            part = reduced(start_all_reduce, part, Shard(0), level(self.axis, INTER_NODE))
+        return swapped(graph.graph, part, part, layout.dim, layout)
 
 
 def add_accumulated(graph: TrainingGraph, name: str) -> TrainingGraph:

@@ -143,8 +143,8 @@ class PlannedRanks:
         sizes = dict(self.plan.mesh)
         for axis, placement in Layout(self.plan).of(name).items():
             count, index = sizes[axis], self.at[rank][axis]
-            if axis == DATA_AXIS and placement == Shard(0):
-                value = [*chunks(value, count)][index]  # some may be empty
+            if axis == DATA_AXIS and isinstance(placement, Shard):
+                value = [*chunks(value, count, placement.dim)][index]  # some may be empty
             else:
                 value = shard_tensor(value, placement, count)[index]
         return value

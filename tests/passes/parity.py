@@ -135,8 +135,8 @@ class World:
             match role:
                 case Parameter(name):
                     found[role] = self.state[name].clone()
-                    if isinstance(graph.layouts.get(name), Shard):
-                        found[role] = list(chunks(found[role], self.ranks))[rank]
+                    if isinstance(layout := graph.layouts.get(name), Shard):
+                        found[role] = list(chunks(found[role], self.ranks, layout.dim))[rank]
                 case Buffer(name):
                     found[role] = self.state[name].clone()
                 case Input(index):
@@ -195,8 +195,8 @@ def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def whole(name: str, graph: TrainingGraph, parts: list[Tensor]) -> Tensor:
     """A parameter's gradient from what the ranks have of it."""
-    if isinstance(graph.layouts.get(name), Shard):
-        return torch.cat(parts)
+    if isinstance(layout := graph.layouts.get(name), Shard):
+        return torch.cat(parts, layout.dim)
     same = (torch.allclose(part, parts[0], rtol=0, atol=0, equal_nan=True) for part in parts)
     assert all(same), f"ranks disagree about {name}"
     return parts[0]

@@ -310,6 +310,6 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def chunks(tensor: Tensor, parts: int) -> Iterator[Tensor]:
-    """A tensor's shards of dim 0, some perhaps empty."""
-    return iter(tensor.split(chunk_rows(tensor.shape[0], parts)))
+def chunks(tensor: Tensor, parts: int, dim: int = 0) -> Iterator[Tensor]:
+    """A tensor's shards of a dim, some perhaps empty."""
+    return iter(tensor.split(chunk_rows(tensor.shape[dim], parts), dim))

@@ -15,7 +15,7 @@ from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
 from autopar.cost_model.storage import FROM_HOST, TO_HOST, UNMEASURED, WRITE
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.placement import Replicate, Shard
+from autopar.ir.placement import Replicate, Shard, shard_dim
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
@@ -86,9 +86,9 @@ class EvaluationSetup:
 
     def draft(self, config: CandidateConfig) -> Plan:
         """The plan of a configuration, without buckets."""
-        zero = dict(config.zero_stages)
+        zero, layout = dict(config.zero_stages), Layout(self.base)
         sharded = {
-            name
+            name: Shard(shard_dim(layout.model_parallel_shape(info), layout.shard_ranks))
             for name, info in self.parameters.items()
             if self.base.dp_size > 1
             and name in self.graph.parameters  # not changed by forward
@@ -112,8 +112,7 @@ class EvaluationSetup:
             prefetch=config.prefetch,
             in_flight=IN_FLIGHT if any(zero.values()) else 0,
             placements=tuple(
-                (name, str(Shard(0) if name in sharded else Replicate()))
-                for name in self.parameters
+                (name, str(sharded.get(name, Replicate()))) for name in self.parameters
             ),
         )
 

@@ -13,7 +13,7 @@ from autopar.cost_model.kernels.aliases import find_storages, is_view
 from autopar.ir.batch_slicing import BATCH
 from autopar.ir.graph import TrainingGraph, Value, elements
 from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import OpStrategy, Partial, Placement, Shard
+from autopar.ir.placement import OpStrategy, Partial, Placement, Shard, shard_dim
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of, wait
 from autopar.passes.rules.local_args import local_bytes, local_shape
@@ -142,11 +142,11 @@ def _stored_bytes(
 
 
 def _shard_bytes(tensor: torch.Tensor, placement: Placement, ranks: int, shards: int) -> int:
-    """The largest of a parameter's shards on dim 0, on a rank of an axis."""
+    """The largest of a parameter's shards, on a rank of an axis."""
     shape = local_shape(tensor.shape, placement, ranks)
-    return (
-        math.prod(local_shape(shape, Shard(0), shards) if shape else shape) * tensor.element_size()
-    )
+    if shape:
+        shape = local_shape(shape, Shard(shard_dim(shape, shards)), shards)
+    return math.prod(shape) * tensor.element_size()
 
 
 def _only_returned(graph: TrainingGraph) -> frozenset[Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import chunk_of
+from autopar.ir.placement import chunk_of, shard_dim
 
 
 def least_state_bytes(
@@ -35,14 +35,16 @@ def least_state_bytes(
 
 
 def largest_share(info: ParameterInfo, ranks: int) -> float:
-    """Fraction of a parameter on the first of some ranks, which hold whole rows of its dim 0.
+    """Fraction of a parameter on the first of some ranks.
 
     >>> import torch
     >>> [largest_share(ParameterInfo("w", (8, 4), torch.float32, True, ""), n) for n in (4, 16)]
     [0.25, 0.125]
     """
-    rows = info.shape[0] if info.shape else 1
-    return chunk_of(rows, ranks, 0)[1] / rows if rows else 0.0
+    if not info.shape:
+        return 1.0
+    size = info.shape[shard_dim(info.shape, ranks)]
+    return chunk_of(size, ranks, 0)[1] / size if size else 0.0
 
 
 def least_gathered_bytes(

@@ -132,10 +132,12 @@ def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> t
             rows = chunk_rows(shape[cut.dim] // cut.interleave, sizes[partition.axis])
             shape[cut.dim] = rows[place[partition.axis]] * cut.interleave
     layout, axes = Layout(plan), Layout(plan).axes
-    sharded = isinstance(layout.of(info.name)[layout.shard_order[-1]], Shard)
-    if sharded and layout.shard_axis != DATA_AXIS:  # uncompressed reduction over neighbours first
-        index = coordinate_on(layout.shard_axis, place[DATA_AXIS], axes)
-        shape[0] = chunk_rows(shape[0], axes[layout.shard_axis])[index]
+    placement = layout.of(info.name)[layout.shard_order[-1]]
+    if isinstance(placement, Shard):
+        shape[0], shape[placement.dim] = shape[placement.dim], shape[0]  # as it travels
+        if layout.shard_axis != DATA_AXIS:  # uncompressed reduction over neighbours first
+            index = coordinate_on(layout.shard_axis, place[DATA_AXIS], axes)
+            shape[0] = chunk_rows(shape[0], axes[layout.shard_axis])[index]
     return tuple(shape)
 
 

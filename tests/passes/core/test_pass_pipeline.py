@@ -89,7 +89,7 @@ def test_a_pipeline_parses_back(name: str) -> None:
 def test_a_pipeline_prints_as_a_numbered_list() -> None:
     pipeline = PassPipeline((ShardParameters(AXIS, 1, (("", 3),)), ScheduleOverlap()))
     assert str(pipeline) == (
-        "1. shard_parameters(axis='dp', rank=1, stages=(('', 3),))\n"
+        "1. shard_parameters(axis='dp', rank=1, stages=(('', 3),), dims=())\n"
         "2. schedule_overlap(prefetch=1, in_flight=0, overlaps=())"
     )
 

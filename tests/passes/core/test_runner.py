@@ -70,8 +70,8 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
         "row_dims=(0,), whole_outputs=(), gathers_rows=False, proves_rows=False, "
         "output_dims=None)",
         "assign_batch_axis(axis='dp')",
-        "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0))): declined, "
-        "every block is stage 0: parameters stay whole",
+        "shard_parameters(axis='dp', rank=1, stages=(('blocks.0', 0), ('blocks.1', 0)), dims=()): "
+        "declined, every block is stage 0: parameters stay whole",
     )
     assert str(graph).startswith("# captured from TwoLayers\n# partition_batch(")
 
@@ -79,7 +79,7 @@ def test_history_names_every_pass_with_its_options_and_why_it_declined() -> None
 def test_passes_print_their_options() -> None:
     item = ShardParameters(AXIS, 1, (("", 3),))
     assert pass_name(item) == "shard_parameters"
-    assert describe(item) == "shard_parameters(axis='dp', rank=1, stages=(('', 3),))"
+    assert describe(item) == "shard_parameters(axis='dp', rank=1, stages=(('', 3),), dims=())"
 
 
 def test_the_graph_given_is_left_as_it_is() -> None:

@@ -4,14 +4,17 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Shard, shard_dim
 from autopar.ir.roles import Parameter
+from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
+from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
+from autopar.plan.buckets import Buckets
 from tests.passes.golden import TwoLayers, changes, two_layers
-from tests.passes.parity import AXIS, World, assert_parity
+from tests.passes.parity import AXIS, EXACT, World, assert_parity
 
 
 def stages(*of_blocks: int) -> tuple[tuple[str, int], ...]:
@@ -102,6 +105,47 @@ class NormalisedTwice(Normalised):
         unit = weight / weight.norm()
         hidden = torch.tanh(x @ unit.t()) @ unit.exp()
         return self.blocks[1](torch.tanh(hidden)).square().mean()
+
+
+class Experts(TwoLayers):
+    """A few matrices in one parameter, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__(width=6)
+        self.experts = torch.nn.Parameter(torch.randn(2, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.blocks[0](x)) @ self.experts
+        return self.blocks[1](hidden.sum(0)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
+@pytest.mark.parametrize("dtype", ["", "float32"])
+def test_any_dim_may_be_sharded(stage: int, nbytes: int, dtype: str) -> None:
+    """In one bucket with parameters that are sharded on dim 0, and between casts."""
+    it = World(Experts().double(), two_layers(rows=7).batch, 3)
+    dims = (("experts", 1), ("blocks.1.weight", 1))
+    graphs = it.lower(
+        lambda rank: (
+            AssignBatchAxis(AXIS),
+            ShardParameters(AXIS, rank, (("", stage), *stages(stage, stage)[1:]), dims),
+            CastBeforeGather(),
+            SynchronizeGradients(AXIS, rank, dtype=dtype),
+            BucketCollectives(Buckets(), (nbytes, nbytes)),
+        )
+    )
+    assert graphs[0].layouts["experts"] == Shard(1)
+    node = graphs[0].placeholder(Parameter("experts"))
+    assert node is not None
+    assert node.meta["val"].shape == (2, 2, 6)
+    assert_parity(it, graphs, 1e-6 if dtype else EXACT)
+
+
+def test_a_dim_that_divides_more_evenly_is_sharded() -> None:
+    shapes = {(8, 64): 16, (8, 64, 32): 5, (50257, 768): 16, (7,): 16, (10, 7): 4}
+    dims = [shard_dim(shape, ranks) for shape, ranks in shapes.items()]
+    assert dims == [1, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
