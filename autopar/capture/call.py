@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -213,6 +213,10 @@ class BatchShard:
         return parts
 
 
+class UnevenRowsError(BatchError):
+    """A batch is uneven over ranks that would each divide their rows further."""
+
+
 def batch_shard_of(
     leaves: Sequence[Any],
     structure: Any,
@@ -224,6 +228,7 @@ def batch_shard_of(
     shares: tuple[float, ...] = (),
     stated: StatedRows | None = None,
     strict: bool = False,
+    undivided: Collection[int] = (),
 ) -> BatchShard:
     """This rank's rows of the flattened arguments of a call.
 
@@ -231,7 +236,7 @@ def batch_shard_of(
     tensor with a dim, and dim 0 of every tensor with this size is the batch dim. `static` names
     keyword arguments that every rank has whole, with their values. Rows are divided in proportion
     to `shares`, evenly without any. Every rank gets all rows if there are fewer than ranks, unless
-    `strict`.
+    `strict`, and where their number is `undivided`.
 
     Raises:
         BatchError: a sparse argument, a static one that is no tensor of numbers, stated rows that
@@ -253,7 +258,7 @@ def batch_shard_of(
         rows, global_rows, begin = 1, ranks, 0
     elif mode == "local" or ranks == 1:
         rows, global_rows, begin = batch_rows, batch_rows * ranks, 0
-    elif batch_rows < ranks and not strict:
+    elif (batch_rows < ranks and not strict) or batch_rows in undivided:
         # too few rows to share: every rank computes all of them, as it does what has no rows
         dims = (None,) * len(leaves)
         rows, global_rows, begin = 1, ranks, 0

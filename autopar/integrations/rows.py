@@ -57,6 +57,7 @@ def whole_rows(model: DistributedModule, args: Any, kwargs: Any, result: Any) ->
         ranks=parts,
         shares=model.row_shares,
         stated=model._options.rows,
+        undivided=model._options.undivided,
     )
     rows = shard.slices.sizes
     if parts == 1 or not shard.has_rows:

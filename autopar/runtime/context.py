@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture.batch_slices import capture_slice
-from autopar.capture.call import BatchShard, Call
+from autopar.capture.call import BatchShard, Call, UnevenRowsError
 from autopar.capture.shape_family import ShapeFamily
 from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.effects import CounterValue
@@ -30,7 +30,7 @@ from autopar.common.bounded_cache import BoundedCache
 from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
-from autopar.errors import AutoparWarning, BatchError, StrategyError
+from autopar.errors import AutoparWarning, StrategyError
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.passes.tensor_parallel.partition_axis import partition_in_order
 from autopar.plan.layout import Layout
@@ -314,7 +314,7 @@ class ExecutionContext:
         """The strategies of a call for each partitioned axis; all ranks call this at once.
 
         Raises:
-            BatchError: the batch is uneven over ranks, and strategies shard rows further.
+            UnevenRowsError: the batch is uneven, and strategies shard a rank's rows further.
             DisagreementError: ranks of an axis have different graphs before the next axis.
         """
         assert self.plan is not None
@@ -333,7 +333,7 @@ class ExecutionContext:
             if op_strategies is None:
                 op_strategies = self.make_strategies(graph, partition)
             if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
-                raise BatchError(
+                raise UnevenRowsError(
                     f"a batch of {shard.slices.rows} rows is uneven over {plan.dp_size} ranks, and "
                     "each of them would divide its rows further. Give a batch that divides evenly."
                 )

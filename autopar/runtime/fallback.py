@@ -21,7 +21,7 @@ from autopar._torch import (
     local_tensor,
     pytree,
 )
-from autopar.capture.call import BatchShard
+from autopar.capture.call import BatchShard, TensorSpec
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import user_frame
 from autopar.capture.values.checkpoint_calls import without_reentrant_checkpoints
@@ -31,6 +31,7 @@ from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, S
 from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.replicas import checksum
+from autopar.runtime.options import Options
 from autopar.runtime.parameters.sharded import distribute_replicated
 from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import none_for_none
@@ -168,6 +169,28 @@ def describe_fallback_differences(model: nn.Module) -> str:
         "see only those of their own rank (contrastive losses, a maximum over the batch)."
         + (batch_norm if norms else "")
     )
+
+
+def run_fallback(
+    inner: nn.Module,
+    shard: BatchShard,
+    options: Options,
+    autocast: contextlib.AbstractContextManager[Any],
+    *,
+    holds: bool,
+) -> Any:
+    """A call of torch's module on this rank's rows; `holds` keeps its gradients unreduced."""
+    tensors = iter(shard.tensors)
+    leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in shard.call.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, shard.call.structure)
+    hold = getattr(inner, "no_sync", None) if holds else None
+    held_back = contextlib.nullcontext() if hold is None else hold()
+    with held_back, autocast, running_rows(options.ranks):
+        if options.loss_fn is None:
+            result = inner(*args, **kwargs)
+        else:
+            result = options.loss_fn(inner(*args[:-1], **kwargs), args[-1])
+    return result if options.ranks == 1 else average_over_batch(result, shard, options.ranks)
 
 
 def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:

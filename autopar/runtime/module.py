@@ -14,12 +14,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from autopar._torch import pytree
-from autopar.capture.call import BatchShard, TensorSpec
+from autopar.capture.call import BatchShard, UnevenRowsError
 from autopar.common.containers import flatten
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
-from autopar.errors import CaptureError, NumericsWarning, StrategyError
+from autopar.errors import AutoparWarning, CaptureError, NumericsWarning, StrategyError
 from autopar.ir.placement import Shard, rows_of_parts
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import gather_objects
@@ -33,7 +32,7 @@ from autopar.runtime.border.border import Border
 from autopar.runtime.border.gradient_hooks import reads_gradients
 from autopar.runtime.border.linked_results import with_links
 from autopar.runtime.border.loop_checks import check_arguments, check_not_wrapped, check_prepared
-from autopar.runtime.fallback import average_over_batch, running_rows
+from autopar.runtime.fallback import run_fallback
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.parameters.remote import check_no_values_needed
 from autopar.runtime.parameters.sharded_norm import total_norm
@@ -44,6 +43,8 @@ from autopar.runtime.watch.balance import why_not_balanced
 
 CheckCall = Callable[["DistributedModule", list[Any], Any], None]
 """Checks a module and the flattened arguments of a call before it runs, or raises."""
+
+_UNDIVIDED = "Each computes all of its rows instead: exact, but no faster than one of them."
 
 
 class DistributedModule(StatefulModule):
@@ -82,7 +83,8 @@ class DistributedModule(StatefulModule):
 
         They are all rows, unless `outputs="own"`.
         """
-        if self._options.is_replicated or rows < self._options.dp_size:  # all have all of few
+        options = self._options
+        if options.is_replicated or rows < options.dp_size or rows in options.undivided:
             return slice(0, rows)
         held = rows_of_parts(rows, self._options.dp_size, self.row_shares)
         index = self.data_parallel_rank
@@ -261,6 +263,16 @@ class DistributedModule(StatefulModule):
 
     def _run(self, leaves: list[Any], structure: Any, number: int) -> Any:
         shard = self._batch_shard(leaves, structure)
+        try:
+            return self._run_rows(shard, leaves, structure, number)
+        except UnevenRowsError as reason:  # before anything was computed
+            warn_once(AutoparWarning, f"{reason} {_UNDIVIDED}")
+            undivided = self._options.undivided | {shard.slices.rows}
+        self._context.options = replace(self._context.options, undivided=undivided)
+        shard = self._batch_shard(leaves, structure)
+        return self._run_rows(shard, leaves, structure, number)
+
+    def _run_rows(self, shard: BatchShard, leaves: list[Any], structure: Any, number: int) -> Any:
         self._watch.take(shard)
         if self._options.dp_size == 1:
             return self._run_shard(shard, leaves, structure)
@@ -280,7 +292,8 @@ class DistributedModule(StatefulModule):
 
     def _run_shard(self, shard: BatchShard, leaves: list[Any], structure: Any) -> Any:
         if self._fallback:
-            return self._run_fallback(shard)
+            inner, autocast = self._fallback[0], self._context.autocast()
+            return run_fallback(inner, shard, self._options, autocast, holds=self._no_sync)
         assert self._executor is not None
         if self._protocol is not None:
             self._context.train_remote(self._protocol.trained_elsewhere)
@@ -295,19 +308,6 @@ class DistributedModule(StatefulModule):
                 raise
         answered = values.answer(shard, self._context, leaves, structure)
         return self._run_shard(answered, leaves, structure)
-
-    def _run_fallback(self, shard: BatchShard) -> Any:
-        options, inner, tensors = self._options, self._fallback[0], iter(shard.tensors)
-        leaves = [next(tensors) if isinstance(x, TensorSpec) else x for x in shard.call.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, shard.call.structure)
-        hold = getattr(inner, "no_sync", None) if self._no_sync else None
-        held_back = contextlib.nullcontext() if hold is None else hold()
-        with held_back, self._context.autocast(), running_rows(options.ranks):
-            if options.loss_fn is None:
-                result = inner(*args, **kwargs)
-            else:
-                result = options.loss_fn(inner(*args[:-1], **kwargs), args[-1])
-        return result if options.ranks == 1 else average_over_batch(result, shard, options.ranks)
 
     def _compare_rowless(self, leaves: list[Any], structure: Any) -> None:
         """Compares arguments without rows, which under batch="local" each rank brings itself.

@@ -36,6 +36,7 @@ class Options:
         group: this rank's group.
         outputs: "whole" if results have all rows under batch="global", "own" for this rank's.
         rows: dims of arguments that the user says are rows.
+        undivided: numbers of rows of batches that every rank computes whole.
         on_trial: whether the module is a copy that tries a plan, without warnings.
     """
 
@@ -57,6 +58,7 @@ class Options:
     group: int = 0
     outputs: Outputs = "whole"
     rows: StatedRows | None = None
+    undivided: frozenset[int] = frozenset()
     on_trial: bool = False
 
     @property

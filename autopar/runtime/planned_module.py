@@ -418,6 +418,7 @@ class PlannedModule(nn.Module):
             shares=options.row_shares,
             stated=options.rows,
             strict=strict,
+            undivided=options.undivided,
         )
         if self._fallback:
             return shard

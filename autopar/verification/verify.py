@@ -166,6 +166,7 @@ def _batches(
         ranks=ranks,
         static=parallel._options.static,
         stated=parallel._options.rows,
+        undivided=parallel._options.undivided,
     )
     own = whole = pytree.tree_unflatten(leaves, structure)
     if mode == "local" and ranks > 1:

@@ -1,5 +1,6 @@
 """A last batch with fewer rows than ranks, and a first call that is an evaluation."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -85,6 +86,38 @@ def train(
 def test_fewer_rows_than_ranks(ranks: int, strategy: Any, options: dict[str, Any]) -> None:
     want = loop(Net(**options).double())
     for got in run(train, ranks, evaluates_first=False, options=options, strategy=strategy):
+        assert_same_training(got, want, 1e-9)
+
+
+def train_last_batch(rank: int, world_size: int, **options: Any) -> Reference:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = last_batch(autopar.compile(Net(**options).double(), strategy=Strategy(tp=2)))
+    said = [str(each.message) for each in caught if "no faster than one" in str(each.message)]
+    assert bool(said) == (rank == 0)
+    return found
+
+
+def last_batch(model: Any) -> Reference:
+    optimizer, losses = ADAMW(model.parameters()), []
+    for rows in (8, 7, 8, 7):
+        x, y = batch(rows)
+        result = model(x, y)
+        loss = result if result.dim() == 0 else (result - y).abs().sqrt().sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Reference([*losses, evaluation(model, 5)], whole_state(model))
+
+
+@pytest.mark.parametrize("returns_rows", [False, True])
+def test_an_uneven_batch_is_computed_whole_where_ranks_divide_rows_further(
+    returns_rows: bool,
+) -> None:
+    """The rows of a rank are split along tp too, where nothing else is worth dividing."""
+    want = last_batch(Net(returns_rows=returns_rows).double())
+    for got in run(train_last_batch, 4, returns_rows=returns_rows):
         assert_same_training(got, want, 1e-9)
 
 
