@@ -135,7 +135,8 @@ def _judge_again(outcome: dict[str, Any], recipe: Recipe, plain: Observed) -> di
 
     In float64 it is rounding if each of three plain loops that round otherwise differs by more.
     In bfloat16 gradients of few rows under batch norm cancel, and ranks round their terms. That is
-    rounding if the loop is exact in float64, and within ten times what plain loops nearby do.
+    rounding if the loop is exact in float64, and within ten times what plain loops nearby do:
+    from other weights, or with operators that round otherwise.
     """
     if recipe.compute == "float64":
         rounding = min(_difference_by_rounding(recipe, plain, seed) for seed in range(3))
@@ -144,6 +145,7 @@ def _judge_again(outcome: dict[str, Any], recipe: Recipe, plain: Observed) -> di
         return {**outcome, "outcome": "exact", "message": f"rounding alone gives {rounding:.1g}"}
     in_float64 = run_case(0, replace(recipe, compute="float64"))
     nearby = [train_plain(recipe, NOISE, seed) for seed in range(3)]
+    nearby += [_with_other_rounding(recipe, seed) for seed in range(3)]
     rounding, _ = max(_differences([train_in_float32(recipe), *nearby], plain))
     if in_float64.outcome != "exact" or outcome["deviation"] > 10 * rounding:
         return outcome
@@ -151,10 +153,13 @@ def _judge_again(outcome: dict[str, Any], recipe: Recipe, plain: Observed) -> di
 
 
 def _difference_by_rounding(recipe: Recipe, plain: Observed, seed: int) -> float:
-    with OtherRounding(seed):
-        nearby = train_plain(recipe)
-    difference, _ = max(_differences([nearby], plain))
+    difference, _ = max(_differences([_with_other_rounding(recipe, seed)], plain))
     return difference
+
+
+def _with_other_rounding(recipe: Recipe, seed: int) -> Observed:
+    with OtherRounding(seed):
+        return train_plain(recipe)
 
 
 def train_on_rank(rank: int, world_size: int, recipe: Recipe) -> Answer:

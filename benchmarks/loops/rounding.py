@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LAST_BIT = 2.0**-53
-"""Relative noise of a result in the last bit of float64."""
+LAST_BIT = {torch.float64: 2.0**-53, torch.bfloat16: 2.0**-9}
+"""Relative noise of a result in the last bit of its dtype."""
 
 
 class OtherRounding(TorchDispatchMode):
@@ -22,7 +22,8 @@ class OtherRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         aliases = any(returned.alias_info for returned in func._schema.returns)
-        if aliases or not isinstance(result, Tensor) or result.dtype is not torch.float64:
+        if aliases or not isinstance(result, Tensor) or result.dtype not in LAST_BIT:
             return result
         noise = torch.randn(result.shape, generator=self._generator, dtype=torch.float64)
-        return result * (1 + LAST_BIT * noise)
+        noise *= LAST_BIT[result.dtype]
+        return (result.double() * (1 + noise)).to(result.dtype)
