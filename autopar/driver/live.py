@@ -32,6 +32,7 @@ from autopar.planner.placement.unmeasured import repartition
 from autopar.planner.problem import Graphs, PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator
 from autopar.planner.search.measure_problem import (
+    GraphStrategies,
     SolvedGraphs,
     measure_programs,
     programs_to_time,
@@ -109,23 +110,28 @@ class LiveDriver(Driver):
             if solved in replayed:
                 break
             replayed.append(solved)
-            if not self._all_fit(problem, graphs, solved):
-                solved = {count: one.undivided() for count, one in solved.items()}
+            strategies = self._for_own_rows(problem, graphs, solved)
             # a rank that cannot lower says so before others wait for it in a measurement
-            lower = partial(programs_to_time, problem, graphs, solved, live=True)
+            lower = partial(programs_to_time, problem, graphs, strategies, live=True)
             programs = run_on_all_ranks(lower)
             timed = partial(measure_programs, problem, programs, live=True, known=machine)
             machine = run_on_all_ranks(timed)
         return machine
 
-    def _all_fit(self, problem: PlanningProblem, graphs: Graphs, solved: SolvedGraphs) -> bool:
-        """Whether the rows of every rank can be divided as those of rank 0."""
-        if not solved or not is_multi_rank():
-            return True
+    def _for_own_rows(
+        self, problem: PlanningProblem, graphs: Graphs, solved: SolvedGraphs
+    ) -> GraphStrategies:
+        """Rank 0's strategies for this rank's rows; undivided ones if they fit not every rank's."""
+        if not solved:
+            return {}
         fitted = run_on_all_ranks(
-            lambda: [one.for_rows_of(graphs[count], problem) for count, one in solved.items()]
+            lambda: {n: each.for_rows_of(graphs[n], problem) for n, each in solved.items()}
         )
-        return all(gather_objects(None not in fitted))
+        strategies = {n: each for n, each in fitted.items() if each is not None}
+        fits = len(strategies) == len(solved)
+        if all(gather_objects(fits)) if is_multi_rank() else fits:
+            return strategies
+        return {n: each.undivided for n, each in solved.items()}
 
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:
         cluster = problem.cluster or measure(device=problem.device, budget_s=COLLECTIVES_BUDGET_S)

@@ -62,9 +62,9 @@ def plan_model(
 
         def plan_group(group: PlanningProblem, groups: int) -> Plan:
             inputs = options.example_inputs
-            return plan_part(
-                group, inputs if options.batch == "local" else last_part(inputs, groups)
-            )
+            if options.batch == "global":
+                inputs = last_part(inputs, groups)
+            return plan_part(group, inputs)
 
         plan = with_local_steps(plan, problem, plan_group)
     return replace(plan, notes=(*notes, *plan.notes))

@@ -117,8 +117,8 @@ class Decisions:
 
     def digest(self) -> str:
         """Hash of all decisions; must be equal on all ranks."""
-        own = Decisions(**{item.name: getattr(self, item.name) for item in fields(Decisions)})
-        return hashlib.sha256(json.dumps(asdict(own)).encode()).hexdigest()[:16]
+        decisions = Decisions(**{each.name: getattr(self, each.name) for each in fields(Decisions)})
+        return hashlib.sha256(json.dumps(asdict(decisions)).encode()).hexdigest()[:16]
 
 
 def check_plan(

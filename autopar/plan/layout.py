@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.common.checks import count
@@ -53,13 +54,17 @@ class Layout:
         """Number of ranks that ZeRO shards parameters over."""
         return self.axes[self.shard_axis]
 
-    def model_parallel_shape(self, info: ParameterInfo) -> tuple[int, ...]:
-        """Largest shape that a parameter has on a rank of tp, cp and ep, before ZeRO."""
+    def model_parallel_shape(
+        self, info: ParameterInfo, coordinate: Mapping[str, int] | None = None
+    ) -> list[int]:
+        """Shape of a parameter on a rank of tp, cp and ep, before ZeRO; by default the largest."""
         shape = list(info.shape)
         for partition in self.decisions.partitions:
             if isinstance(placement := partition.layouts.get(info.name), Shard):
-                shape[placement.dim] = chunk_of(shape[placement.dim], partition.ranks, 0)[1]
-        return tuple(shape)
+                dim, pieces = placement.dim, placement.interleave
+                rank = coordinate[partition.axis] if coordinate is not None else 0
+                shape[dim] = chunk_of(shape[dim] // pieces, partition.ranks, rank)[1] * pieces
+        return shape
 
     @property
     def zero_dims(self) -> tuple[tuple[str, int], ...]:

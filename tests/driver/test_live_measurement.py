@@ -37,6 +37,9 @@ def test_solutions_of_measured_times_are_measured(
         return f"times of {programs}"
 
     monkeypatch.setattr(live, "strategies_to_replay", solve)
+    monkeypatch.setattr(
+        live.LiveDriver, "_for_own_rows", lambda self, problem, graphs, solution: solution
+    )
     monkeypatch.setattr(live, "programs_to_time", lower)
     monkeypatch.setattr(live, "measure_programs", measure)
     problem = problem_of(MODELS["gpt"].make(), autopar.Strategy(tp=2))

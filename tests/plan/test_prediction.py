@@ -1,4 +1,4 @@
-"""What a plan says of its work."""
+"""Notes of a plan on its work."""
 
 import torch
 from torch import Tensor, nn

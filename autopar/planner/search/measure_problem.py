@@ -63,13 +63,15 @@ class SolvedGraph:
             pass
         return tuple(fitted) if len(fitted) == len(axes) else None
 
-    def undivided(self) -> SolvedGraph:
-        """The graph with everything whole on every rank."""
-        return replace(self, op_strategies=((),) * len(self.op_strategies))
+    @property
+    def undivided(self) -> tuple[NodeStrategies, ...]:
+        """The strategies with everything whole on every rank, which fit any rows."""
+        return ((),) * len(self.op_strategies)
 
 
 SolvedGraphs = Mapping[int, SolvedGraph]
-"""By number of micro-batches."""
+GraphStrategies = Mapping[int, tuple[NodeStrategies, ...]]
+"""Both by number of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ def strategies_to_replay(
 
 
 def programs_to_time(
-    problem: PlanningProblem, graphs: Graphs, solved: SolvedGraphs | None = None, *, live: bool
+    problem: PlanningProblem,
+    graphs: Graphs,
+    strategies: GraphStrategies | None = None,
+    *,
+    live: bool,
 ) -> Programs:
     """The programs of a problem, lowered under strategies that are solved for unless given."""
     if not needs_machine(problem, live=live):
@@ -126,10 +132,9 @@ def programs_to_time(
         configs += [replace(config, compress=method) for config in configs for method in methods]
     lowered, nodes = list[TrainingGraph](), dict[str, fx.Node]()
     for count, graph in graphs.items():
-        one = (solved or {}).get(count)
-        op_strategies = None if one is None else one.for_rows_of(graph, problem)
-        whole = build_evaluator(problem, graph, None, op_strategies=op_strategies).setup
-        setup = replace(whole, micro_batches=count)
+        op_strategies = (strategies or {}).get(count)
+        setup = build_evaluator(problem, graph, None, op_strategies=op_strategies).setup
+        setup = replace(setup, micro_batches=count)
         evaluator = SpmdEvaluator(setup)
         lowered += [evaluator.lowered(config) for config in dict.fromkeys(configs)]
         # the solver prices unpartitioned operators too

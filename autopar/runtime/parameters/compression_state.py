@@ -125,13 +125,8 @@ def initial_state(role: State, like: Tensor) -> Tensor:
 
 def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of a rank's gradient before compression."""
-    shape, sizes = list(info.shape), dict(plan.mesh)
-    for partition in plan.partitions:
-        cut = partition.layouts.get(info.name)
-        if isinstance(cut, Shard):
-            rows = chunk_rows(shape[cut.dim] // cut.interleave, sizes[partition.axis])
-            shape[cut.dim] = rows[place[partition.axis]] * cut.interleave
     layout, axes = Layout(plan), Layout(plan).axes
+    shape = layout.model_parallel_shape(info, place)
     placement = layout.of(info.name)[layout.shard_order[-1]]
     if isinstance(placement, Shard):
         shape[0], shape[placement.dim] = shape[placement.dim], shape[0]  # as it travels
