@@ -19,6 +19,7 @@ from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
+from autopar.passes.data_parallel.shard_replicated import ShardReplicated
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.memory.checkpoint_activations import CheckpointActivations
 from autopar.passes.memory.fuse_cross_entropy import FuseCrossEntropy
@@ -116,9 +117,16 @@ def build_stage_pipeline(
     passes.append(CheckpointActivations(decisions.recompute, decisions.activation_bytes, compiled))
     if axes and decisions.reduce_precision is None:
         passes.append(CastBeforeReduce())
+    replicated = [item for item in decisions.partitions if item.zero]
+    passes += (
+        ShardReplicated(item.axis, coordinate[item.axis], decisions.zero_stages, item.zero)
+        for item in replicated
+    )
     passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in decisions.partitions)
     if decisions.dp_size > 1:
         passes += _data_parallel(decisions, coordinate[DATA_AXIS], hold, held, accumulate)
+    elif replicated:
+        passes += (CastBeforeGather(), BucketCollectives(decisions.buckets, decisions.bucket_bytes))
     if decisions.compressions.activations:
         passes.append(CompressActivations(decisions.compressions.activations))
     if decisions.dp_size > 1:

@@ -30,12 +30,12 @@ class Layout:
         sharded = self.decisions.dp_size > 1 and any(
             stage for _, stage in self.decisions.zero_stages
         )
-        return sharded or any(partition.parameters for partition in self.decisions.partitions)
+        return sharded or any(partition.stored for partition in self.decisions.partitions)
 
     @property
     def interleaves(self) -> bool:
         """Whether some parameter has an interleaved shard placement."""
-        placements = (p for each in self.decisions.partitions for p in each.layouts.values())
+        placements = (p for each in self.decisions.partitions for p in each.stored.values())
         return any(isinstance(p, Shard) and p.interleave > 1 for p in placements)
 
     @property
@@ -57,10 +57,13 @@ class Layout:
     def model_parallel_shape(
         self, info: ParameterInfo, coordinate: Mapping[str, int] | None = None
     ) -> list[int]:
-        """Shape of a parameter on a rank of tp, cp and ep, before ZeRO; by default the largest."""
+        """Shape of a parameter on a rank of tp, cp and ep; by default the largest.
+
+        ZeRO divides it further over the data axis.
+        """
         shape = list(info.shape)
         for partition in self.decisions.partitions:
-            if isinstance(placement := partition.layouts.get(info.name), Shard):
+            if isinstance(placement := partition.stored.get(info.name), Shard):
                 dim, pieces = placement.dim, placement.interleave
                 rank = coordinate[partition.axis] if coordinate is not None else 0
                 shape[dim] = chunk_of(shape[dim] // pieces, partition.ranks, rank)[1] * pieces
@@ -113,7 +116,7 @@ class Layout:
     def of(self, name: str) -> dict[str, Placement]:
         """Placement of a parameter between steps along each axis, in `shard_order`."""
         partitions, whole = self.decisions.partitions, Replicate()
-        found: dict[str, Placement] = {p.axis: p.layouts.get(name, whole) for p in partitions}
+        found: dict[str, Placement] = {p.axis: p.stored.get(name, whole) for p in partitions}
         if self.decisions.dp_size > 1 or not partitions:
             found |= dict.fromkeys(self.shard_order[len(partitions) :], whole)
             found[self.shard_order[-1]] = placement_of(dict(self.decisions.placements)[name])

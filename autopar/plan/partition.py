@@ -22,6 +22,10 @@ NodeStrategies = tuple[tuple[str, OpStrategy], ...]
 """Strategies by node name, without replicated nodes."""
 
 
+REPLICATED_OVER = ("cp", "ep")
+"""Axes whose ranks hold the same parameters, but for experts; over tp few are replicated."""
+
+
 @dataclass(frozen=True)
 class Partition:
     """Strategies along one axis.
@@ -29,7 +33,9 @@ class Partition:
     Attributes:
         axis: name of the axis.
         ranks: size of the axis.
-        parameters: name and placement text of each sharded parameter.
+        parameters: name and placement text of each parameter that operators read sharded.
+        zero: name and placement text of each other parameter that ZeRO shards over the axis, and
+            that is gathered before its uses.
         graph: `graph_hash` of the graph of `strategies`.
         rows: rows of the first rank's batch in that graph; 0 if the rank has all rows.
         strategies: text of each strategy, and the names of its nodes.
@@ -39,6 +45,7 @@ class Partition:
     axis: str
     ranks: Ranks
     parameters: tuple[tuple[str, str], ...] = ()
+    zero: tuple[tuple[str, str], ...] = ()
     graph: str = ""
     rows: Count = 0
     strategies: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -60,9 +67,9 @@ class Partition:
                 for name, op_strategy in op_strategies
                 if name in names
             ),
-            graph_hash(graph),
-            rows_of(graph),
-            tuple((text, tuple(nodes)) for text, nodes in table.items()),
+            graph=graph_hash(graph),
+            rows=rows_of(graph),
+            strategies=tuple((text, tuple(nodes)) for text, nodes in table.items()),
         )
 
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
@@ -75,8 +82,13 @@ class Partition:
 
     @property
     def layouts(self) -> dict[str, Placement]:
-        """Placement of each sharded parameter."""
+        """Placement of each parameter that operators read sharded."""
         return {name: placement_of(text) for name, text in self.parameters}
+
+    @property
+    def stored(self) -> dict[str, Placement]:
+        """Placement between steps of each sharded parameter."""
+        return {name: placement_of(text) for name, text in (*self.parameters, *self.zero)}
 
 
 def by_node_name(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:

@@ -111,6 +111,7 @@ def _check_parameters(plan: Plan) -> None:
     placed = {"$.placements": plan.placements}
     for index, own in enumerate(plan.partitions):
         placed[f"$.partitions[{index}].parameters"] = own.parameters
+        placed[f"$.partitions[{index}].zero"] = own.zero
     for path, table in placed.items():
         _check_names(path, names, (name for name, _ in table))
         for index, (_, text) in enumerate(table):

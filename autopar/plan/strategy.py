@@ -74,7 +74,7 @@ class Strategy:
             DistributedDataParallel: losses, batch norm and other operators across rows see each
             rank's own rows, and gradients are averaged.
         tp: number of tensor-parallel ranks; None and 1 for none.
-        cp: number of ranks that shard activations only, with replicated parameters.
+        cp: number of ranks that shard activations only; ZeRO shards parameters over them, too.
         ep: like tp, along an inner axis of closer ranks; both may be combined.
         pp: number of pipeline ranks; None and 1 for none.
         micro_batches: number of micro-batches of a rank's rows.

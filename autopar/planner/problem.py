@@ -139,8 +139,14 @@ class PlanningProblem:
         return dict(self.mesh)[DATA_AXIS]
 
     @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same dense parameters, unless ZeRO shards them."""
+        return self.dp_size * (self.strategy.cp or 1) * (self.strategy.ep or 1)
+
+    @property
     def shard_ranks(self) -> int:
-        return self.strategy.dp_shard or self.dp_size
+        """Number of ranks that ZeRO shards every parameter over; over ep only dense ones."""
+        return (self.strategy.dp_shard or self.dp_size) * (self.strategy.cp or 1)
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:

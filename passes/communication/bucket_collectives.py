@@ -155,8 +155,14 @@ def merge_statistics(graph: TrainingGraph) -> int:
 
 
 def can_merge(earlier: fx.Node, later: fx.Node) -> bool:
-    """Whether two all-reduces are of one kind and phase, and nothing between reads the earlier."""
-    kinds = {(tensors(n)[0].dtype, axis_of(n), op_of(n), n.meta["phase"]) for n in (earlier, later)}
+    """Whether two all-reduces are of one kind and phase, and nothing between reads the earlier.
+
+    A sum of a gradient, which the optimizer alone awaits, would make compute wait with it.
+    """
+    kinds = {
+        (tensors(n)[0].dtype, axis_of(n), op_of(n), n.meta["phase"], "summed" in n.meta)
+        for n in (earlier, later)
+    }
     uses = [user for result in results_of(earlier) if result for user in result.users]
     return len(kinds) == 1 and all(later < user for user in uses)
 

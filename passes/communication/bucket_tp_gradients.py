@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.passes.communication.bucket_collectives import merge_collectives
 from autopar.passes.core.collective_ops import axis_of, op_of, results_of, starts
-from autopar.passes.core.node_builder import is_view
+from autopar.passes.core.node_builder import aten, is_view
 from autopar.passes.core.pass_base import Pass, PassResult
 
 
@@ -63,8 +63,13 @@ def _waits(start: fx.Node) -> bool:
 
 
 def _tail(start: fx.Node) -> list[fx.Node]:
-    """The views of a collective's results, each after its source."""
+    """The views and transposed copies of a collective's results, each after its source."""
     found = [result for result in results_of(start) if result is not None]
     for node in found:
-        found += [user for user in node.users if is_view(user) and user not in found]
-    return [node for node in found if is_view(node)]
+        found += [user for user in node.users if _moves_with(user) and user not in found]
+    return [node for node in found if _moves_with(node)]
+
+
+def _moves_with(node: fx.Node) -> bool:
+    """Whether a node is a view, or the copy that puts a sharded dim in place."""
+    return is_view(node) or node.target is aten.transpose_copy.int

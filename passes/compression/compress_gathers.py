@@ -54,6 +54,8 @@ class CompressGathers(Pass):
             names = [r.meta.get("gathered", "") for r in results_of(start) if r is not None]
             text = chosen.get((start.meta["phase"], names[0])) if names else None
             floats = all(tensor.is_floating_point() for tensor in tensors(start))
+            if axis_of(start) in graph.partitioned:
+                continue  # compressed over the data axis alone, so that they are rounded once
             if start.target is start_all_gather and text and floats:
                 _compress(graph, start, codec(Compression.of(text)))
                 done = True

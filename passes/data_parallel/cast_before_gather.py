@@ -33,7 +33,7 @@ class CastBeforeGather(Pass):
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         graph, done = graph.copy(), False
-        for start in list(starts(graph)):
+        for start in reversed(list(starts(graph))):  # along two axes, the later gather first
             if start.target is start_all_gather and tagged(start, "gathered"):
                 done |= _cast_first(graph.graph, start)
         return PassResult(graph, "" if done else "no gathered parameter is always cast")
@@ -51,9 +51,10 @@ def _cast_first(graph: fx.Graph, start: fx.Node) -> bool:
     graph.inserting_before(start)
     dtype = tensors(casts[0])[0].dtype
     cast = call(graph, start, aten._to_copy.default, shard, dtype=dtype)
-    cast.meta["placement"] = shard.meta["placement"]
     results = collective(graph, start, start_all_gather, [cast], *start.args[1:])
-    annotate(results, placement=gathered.meta["placement"])
+    if "placement" in shard.meta:  # there are several ranks of the data
+        cast.meta["placement"] = shard.meta["placement"]
+        annotate(results, placement=gathered.meta["placement"])
     for node in casts:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)

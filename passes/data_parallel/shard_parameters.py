@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
-from autopar.ir.placement import Placement, Replicate, Shard, chunk_rows
+from autopar.ir.placement import Replicate, Shard, chunk_rows
 from autopar.ir.roles import Parameter
-from autopar.passes.core.collective_ops import annotate, collective, start_all_gather
+from autopar.passes.core.collective_ops import (
+    annotate,
+    collective,
+    start_all_gather,
+    tagged,
+)
 from autopar.passes.core.node_builder import aten, call, is_random, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 
@@ -43,56 +48,89 @@ class ShardParameters(Pass):
         sharded = [p for p in graph.parameters.values() if is_sharded(p, stages[p.block])]
         if not sharded:
             return PassResult(graph, "every block is stage 0: parameters stay whole")
-        graph = graph.copy()
-        roles = zip(graph.inputs, graph.placeholders, strict=True)
-        nodes = {graph.parameters[r.name]: n for r, n in roles if isinstance(r, Parameter)}
-        used = {info: nodes[info] for info in sharded if info in nodes}
-        for info, node in used.items():
-            if stages[info.block] == 3:
-                recompute_derived(graph, node, frozenset(nodes.values()))
-        stay_gathered = last_used(nodes)
-        for info, node in used.items():
-            regather = stages[info.block] == 3 and info not in stay_gathered
-            self.shard(graph, node, info, regather=regather)
-        dims = dict(self.dims)
-        own = {info.name: Shard(dims.get(info.name, 0)) for info in sharded}
-        layouts = {**graph.layouts, **own}
-        return PassResult(replace(graph, layouts=layouts))
+        graph, dims = graph.copy(), dict(self.dims)
+        chunks = {
+            info.name: Chunk(dims.get(info.name, 0), self.axis, self.rank) for info in sharded
+        }
+        for info, node in parameter_inputs(graph).items():
+            if info.name in chunks:
+                node.meta["placement"] = Shard(chunks[info.name].dim)
+        shard_inputs(graph, chunks, stages)
+        own = {name: Shard(chunk.dim) for name, chunk in chunks.items()}
+        return PassResult(replace(graph, layouts={**graph.layouts, **own}))
 
-    def shard(
-        self, graph: TrainingGraph, node: fx.Node, info: ParameterInfo, *, regather: bool
-    ) -> None:
-        """Shards an input and writes one gather, or one for each phase."""
-        users = sorted(node.users)
-        dim, local = dict(self.dims).get(info.name, 0), list(info.shape)
-        local[dim] = chunk_rows(info.shape[dim], graph.axes[self.axis])[self.rank]
-        node.meta["val"] = node.meta["val"].new_empty(local)
-        node.meta["placement"] = Shard(dim)
-        groups = [users]
-        if regather:
-            groups = [[u for u in users if u.meta["phase"] == p] for p in ("forward", "backward")]
-        for group in filter(None, groups):
-            graph.graph.inserting_before(group[0])
-            like = group[0] if group[0].op != "output" else node
-            front = swapped(graph.graph, like, node, dim, Shard(0))
-            (full,) = collective(
-                graph.graph, like, start_all_gather, [front], [info.shape[dim]], self.axis
-            )
-            full.meta["gathered"] = info.name
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rank's chunk of a parameter: the sharded dim, the axis, and the coordinate on it."""
+
+    dim: int
+    axis: str
+    rank: int
+
+    def rows(self, graph: TrainingGraph, info: ParameterInfo) -> int:
+        """Size of the dim on this rank."""
+        return chunk_rows(info.shape[self.dim], graph.axes[self.axis])[self.rank]
+
+    def shape(self, graph: TrainingGraph, info: ParameterInfo) -> tuple[int, ...]:
+        """Shape of the chunk."""
+        before, after = info.shape[: self.dim], info.shape[self.dim + 1 :]
+        return (*before, self.rows(graph, info), *after)
+
+
+def parameter_inputs(graph: TrainingGraph) -> dict[ParameterInfo, fx.Node]:
+    """The input of each parameter that the graph reads."""
+    roles = zip(graph.inputs, graph.placeholders, strict=True)
+    return {graph.parameters[r.name]: node for r, node in roles if isinstance(r, Parameter)}
+
+
+def shard_inputs(
+    graph: TrainingGraph, chunks: Mapping[str, Chunk], stages: Mapping[str, int]
+) -> None:
+    """Makes parameters chunks, and gathers them before their uses by the stage of their block."""
+    nodes = parameter_inputs(graph)
+    used = {info: node for info, node in nodes.items() if info.name in chunks}
+    for info, node in used.items():
+        if stages[info.block] == 3:
+            recompute_derived(graph, node, frozenset(nodes.values()))
+    stay_gathered = last_used(nodes)
+    for info, node in used.items():
+        regather = stages[info.block] == 3 and info not in stay_gathered
+        write_gathers(graph, node, info, chunks[info.name], regather=regather)
+
+
+def write_gathers(
+    graph: TrainingGraph, node: fx.Node, info: ParameterInfo, chunk: Chunk, *, regather: bool
+) -> None:
+    """Makes an input the chunk of a parameter, and writes one gather or one for each phase."""
+    users, stored = sorted(node.users), node.meta.get("placement")
+    node.meta["val"] = node.meta["val"].new_empty(chunk.shape(graph, info))
+    groups = [users]
+    if regather:
+        groups = [[u for u in users if u.meta["phase"] == p] for p in ("forward", "backward")]
+    for group in filter(None, groups):
+        graph.graph.inserting_before(group[0])
+        like = group[0] if group[0].op != "output" else node
+        front = swapped(graph.graph, like, node, chunk.dim)
+        if isinstance(stored, Shard):
+            front.meta["placement"] = Shard(0)
+        rows = [info.shape[chunk.dim]]
+        (full,) = collective(graph.graph, like, start_all_gather, [front], rows, chunk.axis)
+        full.meta["gathered"] = info.name
+        if stored is not None:
             annotate([full], placement=Replicate())
-            full = swapped(graph.graph, like, full, dim, Replicate())
-            for user in group:
-                user.replace_input_with(node, full)
+        full = swapped(graph.graph, like, full, chunk.dim)
+        for user in group:
+            user.replace_input_with(node, full)
 
 
-def swapped(
-    graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, placement: Placement
-) -> fx.Node:
+def swapped(graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int) -> fx.Node:
     """A copy whose first dim is `dim`, since collectives divide the first; its own inverse."""
     if not dim:
         return node
     made = call(graph, like, aten.transpose_copy.int, node, 0, dim)
-    made.meta["placement"] = placement
+    if "placement" in node.meta:
+        made.meta["placement"] = node.meta["placement"]
     return made
 
 
@@ -128,7 +166,9 @@ def recompute_derived(
         node = todo.pop()
         is_forward = node.op == "call_function" and node.meta["phase"] == "forward"
         constant = all(n in derived or n in parameters for n in node.all_input_nodes)
-        if is_forward and constant and not is_random(node):
+        # gathers of ZeRO along another axis: `last_used` decided whether there is another
+        is_gather = node.target is start_all_gather and tagged(node, "gathered")
+        if is_forward and constant and not is_random(node) and not is_gather:
             derived.add(node)
             todo.extend(node.users)
     readers = {user for node in derived for user in node.users}

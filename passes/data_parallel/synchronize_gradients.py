@@ -121,13 +121,15 @@ class SynchronizeGradients(Pass):
         axis = self.shard_axis or self.axis
         coordinate = coordinate_on(axis, self.rank, graph.axes)
         rows = chunk_rows(info.shape[layout.dim], graph.axes[axis])[coordinate]
-        front = swapped(graph.graph, like, node, layout.dim, Partial())
+        front = swapped(graph.graph, like, node, layout.dim)
         if axis == self.axis:
             part = reduced(start_reduce_scatter, front, Shard(0), [rows], axis)
         else:
             part = reduced(start_reduce_scatter, front, Partial(), [rows], axis)
             part = reduced(start_all_reduce, part, Shard(0), level(self.axis, INTER_NODE))
-        return swapped(graph.graph, part, part, layout.dim, layout)
+        part = swapped(graph.graph, part, part, layout.dim)
+        part.meta["placement"] = layout
+        return part
 
 
 def add_accumulated(graph: TrainingGraph, name: str) -> TrainingGraph:

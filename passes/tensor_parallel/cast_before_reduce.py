@@ -28,8 +28,8 @@ class CastBeforeReduce(Pass):
     """Moves the cast of a gradient to a wider dtype before its sum along partitioned axes.
 
     Before: under autocast, the partition may sum a gradient in bf16 and cast the sum. After: each
-    rank casts its part, and the sum is that of the wider dtype, as along the data axis. Only the
-    optimizer awaits such sums, so that they can travel in buckets. Tier: exact.
+    rank casts its part, and the sum is that of the wider dtype, as along the data axis. Sums that
+    the optimizer alone awaits can then travel in buckets. Tier: exact.
     """
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -74,13 +74,23 @@ def _cast_first(graph: TrainingGraph, cast: fx.Node) -> bool:
     wide = call(graph.graph, start, aten._to_copy.default, part, dtype=tensors(cast)[0].dtype)
     wide.meta |= {k: part.meta[k] for k in ("placement", "batch_dims") if k in part.meta}
     results = collective(graph.graph, start, start.target, [wide], *start.args[1:])
-    annotate(results, summed=cast.name)
+    if _is_returned(cast):  # else compute awaits the sum, as it does a recomputed one
+        annotate(results, summed=cast.name)
     replace_collective(graph.graph, start, results)
     for view in reversed(between):
         view.meta["val"] = result_of(view.target, value(view.args), value(view.kwargs))  # type: ignore[arg-type]
     cast.replace_all_uses_with(cast.all_input_nodes[0])
     graph.graph.erase_node(cast)
     return True
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether only the output of the graph reads a node, or views and copies of it."""
+    return all(
+        user.op == "output"
+        or ((is_view(user) or user.target is aten.clone.default) and _is_returned(user))
+        for user in node.users
+    )
 
 
 def _widens(node: fx.Node) -> bool:

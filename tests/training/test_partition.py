@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.ir.placement import Replicate, Shard
@@ -28,6 +29,7 @@ from tests.harness.training import (
 from tests.harness.worlds import run
 
 EXACT = 1e-9
+MIXED = {"": 0, "blocks.0": 1, "blocks.1": 2}
 ROWS = 12
 f64 = torch.float64
 FUSED = {"*.attention.qkv.*": Shard(0, 3)}
@@ -54,8 +56,17 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
             assert options[partition.axis] == partition.ranks
             divided = bool(partition.parameters)
             assert divided == (partition.axis != "cp") or name in ("odd", "conv")  # by rows
+        if options.get("zero") == 3 and not options.get("tp") and name != "uneven":
+            assert held_share(model) <= 1.05 / world_size
         found.append(Reference(losses, whole_state(model)))
     return found
+
+
+def held_share(model: nn.Module) -> float:
+    """Share of a model's parameters that this rank holds between steps."""
+    parameters = list(model.parameters())
+    own = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+    return own / sum(p.numel() for p in parameters)
 
 
 def slow(*values: Any) -> Any:
@@ -68,6 +79,15 @@ def slow(*values: Any) -> Any:
     [
         ("gpt", 2, [{"tp": 2, "placements": FUSED}, {"tp": 2, "recompute": "full"}]),
         ("moe", 2, [{"ep": 2}]),
+        (
+            "gpt",
+            2,
+            [{"cp": 2, "zero": 3}, {"cp": 2, "zero": MIXED}],
+        ),
+        ("moe", 2, [{"ep": 2, "zero": 3}]),
+        slow("uneven", 3, [{"cp": 3, "zero": 3}]),
+        slow("gpt", 4, [{"cp": 2, "zero": 2}, {"tp": 2, "cp": 2, "zero": 3, "placements": FUSED}]),
+        slow("moe", 4, [{"ep": 2, "zero": 3}, {"cp": 2, "ep": 2, "zero": 3}]),
         slow(
             "gpt", 4, [{"tp": 2, "zero": 0}, {"tp": 2, "zero": 3, "placements": FUSED}, {"tp": 4}]
         ),
@@ -135,8 +155,8 @@ def test_few_rows_divide_the_sequence() -> None:
 
 def loop(rank: int, world_size: int, **options: Any) -> None:
     """Gradients accumulate and are clipped, and an evaluation in between changes nothing."""
-    pair = Pair("gpt", strategy=fixed(3, tp=2, placements=FUSED, **options))
-    together = 2 * options.get("ep", 1)
+    pair = Pair("gpt", strategy=fixed(3, placements=FUSED if "tp" in options else {}, **options))
+    together = math.prod(options.values())
     assert pair.parallel.data_parallel_size == world_size // together
     assert pair.parallel.data_parallel_rank == rank // together
     for step in range(3):
@@ -163,7 +183,7 @@ def loop(rank: int, world_size: int, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, "ep": 2}, {"cp": 2}], ids=str)
 def test_loops(options: dict[str, int]) -> None:
     run(loop, 4, timeout=300, **options)
 
@@ -258,6 +278,8 @@ def resume(
                 (4, {"zero": 3, "tp": 2, "placements": FUSED}),
                 (2, {"zero": 3}),
                 (4, {"zero": 0, "tp": 2, "ep": 2, "placements": FUSED}),
+                (4, {"zero": 3, "cp": 2}),
+                (2, {"zero": 1, "ep": 2}),
                 (2, {"zero": 0, "tp": 2, "placements": {**FUSED, "*.mlp.*": Replicate()}}),
             ],
         ),

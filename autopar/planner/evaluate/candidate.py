@@ -53,7 +53,7 @@ class CandidateConfig:
     def named(self, mesh: Mapping[str, int]) -> str:
         """The name of its plan: axes of the mesh, ZeRO stages, and the other choices."""
         parts = [f"{axis}{size}" for axis, size in mesh.items() if axis != DATA_AXIS]
-        if mesh[DATA_AXIS] > 1:
+        if mesh[DATA_AXIS] > 1 or any(stage for _, stage in self.zero_stages):
             stages = (f"zero{stage}" if stage else "data parallel" for _, stage in self.zero_stages)
             parts.append(_counted(stages))
         parts = parts or ["single device"]

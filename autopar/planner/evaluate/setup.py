@@ -15,7 +15,7 @@ from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
 from autopar.cost_model.storage import FROM_HOST, TO_HOST, UNMEASURED, WRITE
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.placement import Replicate, Shard, shard_dim
+from autopar.ir.placement import Shard, shard_dim
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
@@ -27,6 +27,7 @@ from autopar.plan.partition import NodeStrategies
 from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.report_data import TimelineEvent
+from autopar.plan.zero_shards import shard_replicated
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.overlap_scheduler import schedule
 
@@ -86,18 +87,24 @@ class EvaluationSetup:
 
     def draft(self, config: CandidateConfig) -> Plan:
         """The plan of a configuration, without buckets."""
-        zero, layout = dict(config.zero_stages), Layout(self.base)
-        sharded = {
-            name: Shard(shard_dim(layout.model_parallel_shape(info), layout.shard_ranks))
+        zero = dict(config.zero_stages)
+        sharded = [
+            info
             for name, info in self.parameters.items()
-            if self.base.dp_size > 1
-            and name in self.graph.parameters  # not changed by forward
+            if name in self.graph.parameters  # not changed by forward
             and is_sharded(info, zero[info.block])
-        }
+        ]
+        partitions = shard_replicated(self.base.partitions, sharded)
+        layout = Layout(replace(self.base, partitions=partitions))
+        placements = dict.fromkeys(self.parameters, "R")
+        if self.base.dp_size > 1:
+            for info in sharded:
+                shape = layout.model_parallel_shape(info)
+                placements[info.name] = str(Shard(shard_dim(shape, layout.shard_ranks)))
         return replace(
             self.base,
             partitions=tuple(
-                replace(p, bucket_bytes=config.reduce_bytes) for p in self.base.partitions
+                replace(partition, bucket_bytes=config.reduce_bytes) for partition in partitions
             ),
             name=config.named(dict(self.base.mesh)),
             levels=tuple(
@@ -111,9 +118,7 @@ class EvaluationSetup:
             compressions=Compressions(activations=config.compress_activations),
             prefetch=config.prefetch,
             in_flight=IN_FLIGHT if any(zero.values()) else 0,
-            placements=tuple(
-                (name, str(sharded.get(name, Replicate()))) for name in self.parameters
-            ),
+            placements=tuple(placements.items()),
         )
 
     def simulate(self, graph: TrainingGraph) -> Simulation:

@@ -15,7 +15,7 @@ from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import LEVELS, Level
+from autopar.plan.recompute import ALL_LEVELS, LEVELS, PARTITIONED_LEVELS, Level
 from autopar.plan.search_outcome import SearchOutcome
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import sweep_bandwidth
@@ -106,6 +106,7 @@ class _ConfigSearch:
 
     def __post_init__(self) -> None:
         self.setup, self.blocks = self.evaluator.setup, self.evaluator.setup.blocks
+        self.levels = PARTITIONED_LEVELS if self.setup.base.partitions else LEVELS
         self.raise_order = [*filter(None, self.blocks), ""]  # the repeated blocks first
 
     def best_with_report(self) -> Candidate:
@@ -178,7 +179,7 @@ class _ConfigSearch:
         The first result is the most sharded one that cannot fit, None if there is none.
         """
         base, zero_stages = self.setup.base, [0]
-        if self.strategy.zero is None and base.dp_size > 1:
+        if self.strategy.zero is None and base.replicas > 1:
             # stage 2 differs from 1 only where several micro-batches accumulate
             zero_stages = [0, 1, 2, 3] if self.strategy.pipelined else [0, 1, 3]
             if base.hybrid:
@@ -269,7 +270,7 @@ class _ConfigSearch:
         """
         if self.strategy.recompute is not None or self.strategy.offload == "auto":
             return True
-        most = self.recomputing(config, LEVELS[-1], len(self.raise_order))
+        most = self.recomputing(config, self.levels[-1], len(self.raise_order))
         return self.cap is None or self.evaluate(most).needed_bytes <= self.cap + more
 
     def recomputed(self, config: CandidateConfig) -> Candidate | None:
@@ -285,15 +286,15 @@ class _ConfigSearch:
         """The candidate with the least recomputation that fits, raised block by block."""
         if self.strategy.recompute is not None:
             return None
-        for level in LEVELS[1:]:
+        for level in self.levels[1:]:
             levels = dict(config.recompute)
-            own = [LEVELS.index(levels[block]) for block in self.raise_order]
-            if max(own) > LEVELS.index(level):
+            own = [ALL_LEVELS.index(levels[block]) for block in self.raise_order]
+            if max(own) > ALL_LEVELS.index(level):
                 continue  # some blocks recompute more already
             with_blocks = partial(self.recomputing, config, level)
             highest = with_blocks(len(self.raise_order))
             if self.fits(self.evaluate(highest)):
-                return self.fewest_blocks(with_blocks, own.count(LEVELS.index(level)))
+                return self.fewest_blocks(with_blocks, own.count(ALL_LEVELS.index(level)))
             config = highest
         return None
 

@@ -124,7 +124,7 @@ def programs_to_time(
     """The programs of a problem, lowered under strategies that are solved for unless given."""
     if not needs_machine(problem, live=live):
         return Programs()
-    zero_stages = (0, 3) if problem.dp_size > 1 else (0,)
+    zero_stages = (0, 3) if problem.replicas > 1 else (0,)
     in_memory = replace(problem.strategy, offload=None)
     configs = [default_config(in_memory, problem.blocks, stage) for stage in zero_stages]
     if problem.strategy.compress is None:

@@ -206,7 +206,7 @@ class _OomAdvisor:
         recomputes = strategy.recompute in (None, "full")
         if not recomputes:
             yield self.strategy_with("activations computed again", False, recompute=None)
-        if strategy.zero not in (None, 3) and self.problem.dp_size > 1:
+        if strategy.zero not in (None, 3) and self.problem.replicas > 1:
             yield self.strategy_with("ZeRO as far as needed", zero=None)
             if not recomputes and not self.changes:
                 yield self.strategy_with("both of these", zero=None, recompute=None)

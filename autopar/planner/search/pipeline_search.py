@@ -18,6 +18,7 @@ from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
+from autopar.passes.data_parallel.shard_replicated import ShardReplicated
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.pipeline import build_stage_pipeline
 from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
@@ -43,7 +44,8 @@ APART = 1.5
 """Least ratio of numbers of micro-batches: neighbours idle alike, and each costs a capture."""
 
 DATA_PARALLEL_PASSES = (
-    ShardParameters, CastBeforeGather, SynchronizeGradients, BucketCollectives, ScheduleOverlap,
+    ShardReplicated, ShardParameters, CastBeforeGather, SynchronizeGradients, BucketCollectives,
+    ScheduleOverlap,
 )  # fmt: skip
 """Passes for communication over the data axis, which does not affect the balance of stages."""
 
@@ -139,7 +141,7 @@ def _segments(
 ) -> list[Segment]:
     graph, lowered = cut_everywhere(setup, strategy, points, micro_batches)
     seconds = seconds_of(lowered, points, setup.cluster, setup.operators, DATA_AXIS)
-    shards = setup.base.dp_size if strategy.zero not in (0, 1, 2) else 1
+    shards = setup.base.dp_size * (strategy.cp or 1) if strategy.zero not in (0, 1, 2) else 1
     copies = (2.0 + setup.base.optimizer_state_ratio) / shards
     return segments_of(graph, points, seconds, copies)
 

@@ -129,10 +129,11 @@ def _held(
 
 def _axes(plan: Plan) -> Markup:
     rows: list[tuple[object, ...]] = []
+    zeroed = [partition.axis for partition in plan.partitions if partition.zero]
     for axis, ranks in plan.mesh:
         divides = _DOES.get(axis, "")
         stages = sorted({stage for _, stage in plan.zero_stages if stage})
-        if axis == DATA_AXIS and stages and plan.dp_size > 1:
+        if axis in (DATA_AXIS, *zeroed) and stages and ranks > 1:
             divides += f"; parameters in shards: ZeRO {', '.join(map(str, stages))}"
         over = sum(n for name, n in plan.sent_bytes if name.partition(".")[0] == axis)
         rows.append((axis, count(ranks), divides, size(over)))

@@ -1,0 +1,35 @@
+"""`shard_replicated`: the parameters that ZeRO shards over cp and ep, which replicate them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autopar.ir.graph import ParameterInfo
+from autopar.ir.placement import Shard, can_cut, chunk_of, shard_dim
+from autopar.plan.partition import REPLICATED_OVER, Partition
+
+
+def shard_replicated(
+    partitions: Sequence[Partition], parameters: Iterable[ParameterInfo]
+) -> tuple[Partition, ...]:
+    """Partitions that shard each of `parameters` over the axes that replicate it.
+
+    Each axis of `REPLICATED_OVER` divides the largest shard of the axes before it, on the dim that
+    divides best. A parameter of which some rank would get nothing stays whole along that axis.
+    """
+    shards: dict[str, list[tuple[str, str]]] = {partition.axis: [] for partition in partitions}
+    for info in parameters:
+        shape = list(info.shape)
+        for partition in partitions:
+            placement = partition.layouts.get(info.name)
+            if isinstance(placement, Shard):
+                pieces = placement.interleave
+                rows = shape[placement.dim] // pieces
+                shape[placement.dim] = chunk_of(rows, partition.ranks, 0)[1] * pieces
+            elif partition.axis in REPLICATED_OVER and shape:
+                dim = shard_dim(shape, partition.ranks)
+                if can_cut(shape[dim], partition.ranks):
+                    shards[partition.axis].append((info.name, str(Shard(dim))))
+                    shape[dim] = chunk_of(shape[dim], partition.ranks, 0)[1]
+    return tuple(replace(each, zero=tuple(shards[each.axis])) for each in partitions)
