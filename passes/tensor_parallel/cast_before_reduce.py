@@ -34,7 +34,8 @@ class CastBeforeReduce(Pass):
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         graph = graph.copy()
-        casts = [node for node in gradient_nodes(graph) if _widens(node)]
+        # a value of the forward that runs again is summed as it was
+        casts = [n for n in gradient_nodes(graph) if _widens(n) and not n.meta.get("recomputed")]
         moved = [_cast_first(graph, node) for node in casts]
         return PassResult(graph, "" if any(moved) else "no gradient is summed before its cast")
 
@@ -74,7 +75,7 @@ def _cast_first(graph: TrainingGraph, cast: fx.Node) -> bool:
     wide = call(graph.graph, start, aten._to_copy.default, part, dtype=tensors(cast)[0].dtype)
     wide.meta |= {k: part.meta[k] for k in ("placement", "batch_dims") if k in part.meta}
     results = collective(graph.graph, start, start.target, [wide], *start.args[1:])
-    if _is_returned(cast):  # else compute awaits the sum, as it does a recomputed one
+    if _is_returned(cast):  # else compute awaits the sum
         annotate(results, summed=cast.name)
     replace_collective(graph.graph, start, results)
     for view in reversed(between):

@@ -10,6 +10,7 @@ from autopar.ir.roles import Gradient
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.core.collective_ops import start_all_reduce, starts
 from autopar.passes.core.runner import run_passes
+from autopar.passes.memory.checkpoint_activations import CheckpointActivations
 from autopar.passes.tensor_parallel.cast_before_reduce import CastBeforeReduce
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.planner.placement.unmeasured import partition_by_bytes
@@ -103,3 +104,26 @@ def test_float32_is_left_alone() -> None:
     graph, _ = captured(TwoLayers(), ((x,), {}), 2)
     result = CastBeforeReduce()(partitioned_graph(graph))
     assert result.reason == "no gradient is summed before its cast"
+
+
+class Head(nn.Module):
+    """A classifier in bfloat16, whose loss sums over all classes and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        return ((y * y).sum(0).float() * y.float()).mean()
+
+
+def test_sums_that_run_again_stay_as_they_were() -> None:
+    """They have the forward's dtype. As the optimizer's they would hold up all that reads them."""
+    passes = [CheckpointActivations("everything"), CastBeforeReduce()]
+    after = run_passes(partitioned_graph(case(Head())[0]), passes)
+    sums = [start for start in starts(after) if start.target is start_all_reduce]
+    again = [start for start in sums if start.meta.get("recomputed")]
+    assert [tensors(start)[0].dtype for start in again] == [torch.bfloat16]
+    assert "summed" not in again[0].meta
