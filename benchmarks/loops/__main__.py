@@ -43,7 +43,7 @@ def recipes(options: argparse.Namespace) -> Iterator[tuple[int, Recipe]]:
                     number,
                     replace(
                         drawn,
-                        net="attention" if options.single == "cp2" else "perceptron",
+                        net="attention" if options.single.startswith("cp2") else "perceptron",
                         form=form,
                         loss="mean",
                         elements=(name,),

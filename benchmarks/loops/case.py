@@ -65,6 +65,8 @@ SETUPS: Mapping[str, Setup] = {
     "tp2": Setup({"zero": 0, "tp": 2}),
     "pp2": Setup({"zero": 0, "pp": 2, "schedule": "1f1b", "micro_batches": 2}),
     "cp2": Setup({"zero": 0, "cp": 2}),
+    "cp2-zero3": Setup({"zero": 3, "cp": 2}),
+    "ep2-zero3": Setup({"zero": 3, "ep": 2}),
     "auto": Setup("auto"),
     "offload": Setup({"zero": 0, "offload": "activations", "offload_dir": tempfile.gettempdir()}),
     "ddp-local": Setup({"zero": 0}, "local"),

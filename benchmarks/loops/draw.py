@@ -28,6 +28,8 @@ SETUPS: dict[str, tuple[int, tuple[int, ...]]] = {
     "tp2": (3, (2,)),
     "pp2": (3, (2,)),
     "cp2": (1, (2,)),
+    "cp2-zero3": (1, (2,)),
+    "ep2-zero3": (1, (2,)),
     "auto": (1, (2,)),
     "offload": (1, (2,)),
     "ddp-local": (2, (2, 3)),
@@ -77,7 +79,7 @@ def train_in_float32(recipe: Recipe) -> Observed:
 def _draw(rng: random.Random) -> Recipe:
     setup = rng.choices(list(SETUPS), [often for often, _ in SETUPS.values()])[0]
     elements = _elements(rng, is_local=setup.endswith("local"))
-    nets = ["attention"] if setup == "cp2" else list(NETS)
+    nets = ["attention"] if setup.startswith("cp2") else list(NETS)
     forms = [f for name in elements for f in ELEMENTS[name].forms] or list(FORMS)
     if setup.endswith("local"):
         # each rank would see other rows

@@ -67,6 +67,8 @@ SETUPS = {
     "zero3": Setup({"zero": 3}),
     "tp2": Setup({"zero": 0, "tp": 2}, (2,)),
     "cp2": Setup({"zero": 0, "cp": 2}, (2,)),
+    "cp2-zero3": Setup({"zero": 3, "cp": 2}, (2,)),
+    "ep2-zero3": Setup({"zero": 3, "ep": 2}, (2,)),
     "pp2": Setup({**_PIPELINE, "micro_batches": 1}, (2,)),
     "pp2x2": Setup({**_PIPELINE, "micro_batches": 2}, (2,)),
     "ddpx2": Setup({"zero": 0, "micro_batches": 2}),
@@ -75,7 +77,7 @@ SETUPS = {
 }
 """Name -> setup; "x2" means two micro-batches."""
 
-DRAWN = ("zero3", "tp2", "cp2", "pp2", "pp2x2", "ddpx2")
+DRAWN = ("zero3", "tp2", "cp2", "cp2-zero3", "ep2-zero3", "pp2", "pp2x2", "ddpx2")
 """Setups of which each model trains under two random ones."""
 
 
