@@ -24,6 +24,8 @@ from autopar._torch import OpOverload, current_backward, local_tensor, pytree
 from autopar.common.notices import warn_once
 from autopar.errors import AutoparWarning, StrategyError
 from autopar.runtime.agreement.channel import channel
+from autopar.runtime.agreement.consensus import gather_objects
+from autopar.runtime.agreement.replicas import checksum
 from autopar.runtime.parameters.dtensor_layout import dtensor_from_local, is_sharded, local_shard
 from autopar.runtime.parameters.sharded_norm import LazyNorm
 from autopar.runtime.parameters.sharded_view import Root, views_of
@@ -84,9 +86,11 @@ class ShardedTensor(DTensor):
             # autograd copies a gradient that something else holds, on one rank perhaps
             func, args = aten.empty_like.default, args[:1]
         with torch.no_grad():
+            # Autograd sums the gradients of a parameter before any hook sees them. A sharded sum
+            # keeps this rank's part alone of a plain addend, so ranks average the addend first.
             if func in _SUMS and current_backward() >= 0:
                 args = _averaged(func, args)
-            if _is_elementwise(func):
+            if _is_elementwise(func) and not _differs_by_rank(args, kwargs):
                 try:
                     return _run_on_parts(func, args, kwargs)
                 except _Unaligned:
@@ -202,6 +206,7 @@ def _run_on_parts(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any
     like = _like(values)
     parts = [_part(value, like, likes) for value in values]
     written = _values_written(func, args, kwargs)
+    # A plain tensor takes part as a slice: only this rank's part of it would be written.
     if not all(isinstance(x, (DTensor, list, tuple)) or x is None or x.dim() == 0 for x in written):
         raise _Unaligned
     count = len(args)
@@ -224,6 +229,35 @@ def _averaged(func: OpOverload, args: Any) -> Any:
     sums = args[: len(_written(func))]  # a `.grad`, averaged before
     addends = args[len(sums) :]
     return *sums, *(average_of_ranks(x) if type(x) is torch.Tensor else x for x in addends)
+
+
+def _differs_by_rank(args: Any, kwargs: Any) -> bool:
+    """Whether autograd runs an operator on plain values that differ between ranks.
+
+    Under `batch="local"` a loop may scale a penalty by its own loss. Each part of the result would
+    then be of another rank's numbers, and no rank would have its own result.
+    """
+    agreement, leaves = channel(), pytree.tree_leaves((args, kwargs))
+    if agreement is None or not agreement.averages_gradients:
+        return False
+    if current_backward() < 0 and not any(
+        isinstance(x, DTensor) and x.requires_grad for x in leaves
+    ):
+        return False  # an optimizer's
+    values = [_comparable(x) for x in leaves if not isinstance(x, DTensor)]
+    values = [value for value in values if value is not None]
+    if not values:
+        return False
+    return any(each != values for each in gather_objects(values, "compares numbers of the loop"))
+
+
+def _comparable(value: Any) -> int | float | complex | None:
+    """A number that stands for a plain number or tensor; None for anything else."""
+    if isinstance(value, UnreadTensor):
+        value = value.read()
+    if isinstance(value, torch.Tensor):
+        return checksum(value.detach())
+    return value if isinstance(value, (int, float, complex)) else None
 
 
 def _has_tensors(values: Sequence[Any]) -> bool:
@@ -271,6 +305,8 @@ def _run_on_whole(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Any
             return value.read()
         if not isinstance(value, DTensor):
             return value
+        # One whole for all places of a tensor: what an operator writes to one argument, it may read
+        # as another.
         if id(value) not in wholes:
             wholes[id(value)] = read_whole(value)
         return wholes[id(value)]
@@ -309,6 +345,7 @@ def distribute_replicated(
     for axis, placement in enumerate(placements):
         if is_sharded(placement):
             part = local_shard(part, placement, mesh.get_local_rank(axis), mesh.size(axis))
+    # Without the clone, a contiguous slice would keep the memory of the whole tensor alive.
     made = dtensor_from_local(part.contiguous().clone(), mesh, placements, tensor.shape)
     return as_sharded(made)
 

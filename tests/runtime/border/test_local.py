@@ -95,6 +95,18 @@ def two_calls(model: Classifier, x: Tensor) -> Tensor:
     return model(x).square().mean() + model(0.5 * x).exp().mean() + model.head.bias.square().sum()
 
 
+def weighed_by_own_rows(model: Classifier, x: Tensor) -> Tensor:
+    """Penalties of elements of weights, whose factors are those of each rank's rows."""
+    loss = model(x).square().mean()
+    scaled = (1 + float(x.abs().mean())) * model.inner.weight
+    rows = x[:3].abs() @ torch.ones(4, 6, dtype=f64)
+    return (
+        loss
+        + loss.detach() * model.outer.weight.square().sum()
+        + (scaled.exp().sum() + (rows * model.head.weight).sin().sum())
+    )
+
+
 def train_beside(model: Classifier, loss_of: Callable[..., Tensor], parts: list[Tensor]) -> None:
     """Four steps, every other one of them accumulated."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
@@ -126,8 +138,11 @@ def step_at_once(model: Classifier, loss_of: Callable[..., Tensor], parts: list[
 
 def gradients_beside(rank: int, world_size: int, strategy: str) -> None:
     parts = list(values(1, 8, 4).chunk(world_size))
-    loops = [train_beside] * 4 + [step_at_once] * 2
-    losses = head_beside, methods_alone, weight_beside, two_calls, head_beside, two_calls
+    loops = [train_beside] * 5 + [step_at_once] * 2
+    losses = (
+        *(head_beside, methods_alone, weight_beside, two_calls, weighed_by_own_rows),
+        *(head_beside, two_calls),
+    )
     for train, loss_of in zip(loops, losses, strict=True):
         plain, model = (Classifier().to(f64) for _ in range(2))
         train(plain, loss_of, parts)
