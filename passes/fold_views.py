@@ -60,6 +60,7 @@ def _identical(node: fx.Node) -> fx.Node | None:
         value = source.meta["val"]
         if not isinstance(value, torch.Tensor):
             return None
+        # Expanded dims give several elements one address, so equal addresses would prove nothing.
         alike = _layout(view) == _layout(value) and _has_distinct_elements(value)
         if alike and _layout(viewed(value, source, chain)) == _layout(value):
             return source
@@ -84,6 +85,7 @@ def _vector_sum(node: fx.Node) -> fx.Node | None:
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    # A lazy conjugate or negation has the layout of its source, but other values.
     bits = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return tuple(tensor.shape), strides, tensor.storage_offset(), bits
 

@@ -112,9 +112,14 @@ def build_stage_pipeline(
     """
     coordinate = Layout(decisions).coordinate(rank)
     axes = [partition.axis for partition in decisions.partitions]
+    # Attention is lowered before checkpointing, which knows expensive operators by their kernels.
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
     passes += [] if compiled else [FuseCrossEntropy()]
+    # Checkpointing precedes sharding: recomputed operators then read the copy of a parameter that
+    # the backward gathers.
     passes.append(CheckpointActivations(decisions.recompute, decisions.activation_bytes, compiled))
+    # A cast behind a sum would keep `BucketTpGradients` from merging it. `reduce_precision` asks
+    # for the narrow sum.
     if axes and decisions.reduce_precision is None:
         passes.append(CastBeforeReduce())
     replicated = [item for item in decisions.partitions if item.zero]
@@ -135,8 +140,10 @@ def build_stage_pipeline(
         )
         axes.insert(0, DATA_AXIS)
     if axes:
+        # Abstract collectives move as two nodes; lowered ones have copies and views around them.
         passes.append(ScheduleOverlap(decisions.prefetch, decisions.in_flight, decisions.overlaps))
     passes += (LowerCollectives(backend, coordinate[axis], axis) for axis in axes)
+    # Transfers come last: they are placed ahead of their readers in the final order.
     if decisions.offload_parameters:
         passes.append(OffloadParameters(decisions.offload_dir))
     if decisions.offload:
@@ -153,6 +160,7 @@ def _data_parallel(
         unreduced = tuple(dict(decisions.parameter_bytes))
     shard_rank = coordinate_on(layout.shard_axis, dp_rank, layout.axes)
     yield ShardParameters(layout.shard_axis, shard_rank, decisions.zero_stages, layout.zero_dims)
+    # Casts move before gathers while a gather still has a single parameter.
     yield CastBeforeGather()
     options = (unreduced, held, layout.shard_axis, decisions.reduce_precision or "")
     yield SynchronizeGradients(DATA_AXIS, dp_rank, *options)

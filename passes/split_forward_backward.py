@@ -48,6 +48,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
     for node, role in roles.items():
         if isinstance(role, StageInput) and role.phase == "backward":
             own[node] = role
+    # Parameters are saved, too: the optimizer may change one between forward and backward.
     saved = [n for n in needed if n not in own]
     forward = extract(
         graph,
@@ -58,6 +59,7 @@ def split_forward_backward(graph: TrainingGraph) -> Split:
     )
     backward = extract(graph, {n: Saved(n.name) for n in saved} | own, nodes[at:], late_results)
     for half in (forward, backward):
+        # A collective stays even if its result is unused here: the other ranks would hang in it.
         half.graph.eliminate_dead_code(
             lambda n: n.op in ("placeholder", "output") or "_c10d_functional" in str(n.target)
         )

@@ -143,6 +143,7 @@ def lower_stage(
     last = run_passes(graph, at_last)
     more = last if before == at_last else run_passes(graph, before)
     zero = dict(decisions.zero_stages)
+    # Gathered by each micro-batch, a parameter would be in memory once for each one in flight.
     if count == 1 or not once_gathered_params(more, zero):
         return MicrobatchPrograms(more, more, last)
     later = import_gathered(more, zero)

@@ -73,8 +73,12 @@ def capture_slice(
 
     graph = partitioned(slices)
     if slices.over_time:
+        # Uneven slices differ in shapes, which are all that a program may depend on.
         if slices.is_even:
-            _check_same_program(graph, partitioned(replace(slices, index=slices.index ^ 1)))
+            _check_same_program(
+                graph, partitioned(replace(slices, index=(slices.index + 1) % slices.count))
+            )
+        # The pass runs for its error alone: whoever captures can still take one micro-batch.
         run_passes(graph, [AccumulateMicroBatches()])
     return replace(made, graph=graph)
 

@@ -75,6 +75,8 @@ class _Body:
                         own = block + note["module"].removeprefix(old)
                         meta["custom"] = note | {"module": own}
                     if meta.get("seq_nr") is not None:
+                        # Backward operators get their line and block from the forward operator
+                        # of this number, so no two copies may share one.
                         meta["seq_nr"] += number * _APART
 
         copied(self.forward, call)
@@ -98,6 +100,7 @@ def _replace(mark: fx.Node, results: Sequence[fx.Node | None]) -> None:
     for user, result in zip(_results(mark), results, strict=True):
         if user is None or not user.users:
             continue
+        # No operator reads a gradient that is only returned, so its strides may differ.
         returned = all(reader.op == "output" for reader in user.users)
         if result is None and returned:
             for reader in list(user.users):

@@ -75,6 +75,8 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     current = torch.cuda.current_device()
+    # Device 0 is also torch's default, so it does not count as set. Where each process sees
+    # one GPU of its node, LOCAL_RANK may exceed the visible devices.
     is_set = current != 0 or local_rank >= torch.cuda.device_count()
     return torch.device("cuda", current if is_set else local_rank)
 

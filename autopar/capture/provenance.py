@@ -77,6 +77,7 @@ class Annotate(TorchFunctionMode):
 
         self.hooks = [
             hooks.register_module_forward_pre_hook(self._enter_module),
+            # A model may catch what a module raises: its name must leave the stack, too.
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         super().__enter__()

@@ -133,6 +133,7 @@ class RepeatedBlocks:
             entered = _Border.apply("enter", self.calls, *_tensors(leaves))
             state, args, kwargs = pytree.tree_unflatten(_filled(leaves, entered), structure)
             plain = patched(block, "forward", forward)
+            # functional_call calls block.forward, which would mark the block again.
             with _guarded(kind, block, entered), plain:
                 before = dict(state)
                 result = torch.func.functional_call(block, state, args, kwargs, tie_weights=False)
@@ -278,6 +279,7 @@ class _Border(torch.autograd.Function):
     def forward(ctx: Any, what: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.what, ctx.number = what, number
         made = MARK(tensors, tensors, range(len(tensors)), what, number)
+        # Zeros for missing gradients would become operators, and `indices` would list them all.
         ctx.set_materialize_grads(False)
         needed = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(t for t, need in zip(made, needed, strict=True) if not need))

@@ -67,6 +67,7 @@ class ShapeFamily:
                 return made
         if (derived := self._derived(call)) is not None:
             return derived
+        # One capture gives the template. A second one, of other sizes, has to confirm it.
         if len(self.known) > 1 and self.attempts < MOST_ATTEMPTS and self._has_order(call):
             self.attempts += 1
             self._make_template(call, capture_symbolically)
@@ -201,6 +202,7 @@ class Template:
         if not self.constants.holds(binding):
             return None
         sizes = evaluated(self.expressions, binding)
+        # copy() of a disposable graph returns the graph itself, which further calls still need.
         graph = replace(self.base.graph, disposable=False).copy()
         fill = _Fill(sizes, FakeTensorMode(allow_non_fake_inputs=True))
         copies = list(graph.graph.nodes)

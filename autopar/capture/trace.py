@@ -156,6 +156,7 @@ def capture(
         )
     effects = traced.effects
     _check_no_iterators(traced)
+    # Closing the generator restores the model: check_changes may stop after any of the runs.
     with contextlib.closing(_following_effects(make, traced.policy)) as following:
         check_changes(effects, following)
     return _capture_of(traced, module)
@@ -329,6 +330,8 @@ def _trace_until_stable(
                 continue
             changed = changed_parameters(module, traced.infos)
             following = policy.after_run(traced.effects, changed)
+            # Of equal blocks only the first ran. Changes that the others make outside of
+            # themselves, such as to a counter that they share, are missing here.
             if not (share_blocks and traced.repeats.kinds and traced.effects.changes):
                 if following == policy:
                     return traced, module
@@ -368,7 +371,9 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             stack.enter_context(_torch.without_effect_tokens())
+            # A float32 layer inside of a bfloat16 model has a float32 backward in eager code.
             stack.enter_context(_torch.backward_without_autocast())
+            # torch's Python formula of multilabel_margin_loss is wrong where targets follow a -1.
             stack.enter_context(kernels_before_formulas())
             stack.enter_context(without_reentrant_checkpoints())
             stack.enter_context(traced.backward.recording())

@@ -53,6 +53,7 @@ class TimedFakeMode(_torch.FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         check_time()
+        # fork_rng restores the state, so a check at the end alone would miss a seed inside.
         if self.random_state and torch.Tag.nondeterministic_seeded in func.tags:
             self._check_random_state()
         results = super().__torch_dispatch__(func, types, args, kwargs)
@@ -241,6 +242,7 @@ class TracedCall(nn.Module):
             inputs = known | dict(zip(self.positions, tensors, strict=True))
             for derivative, gradients in zip(self.call.derivatives, tangents, strict=True):
                 result = derivative.of(result, inputs, gradients)
+        # saved_tensors_hooks calls no function of a tensor, so only the profile hook sees it.
         packs = saved_tensors_hooks.__enter__.__code__ in executed.globals
         self.backward.has_hooks = annotate.has_hooks or packs
         self.search.add_executed(executed.globals)
@@ -290,6 +292,7 @@ class TracedCall(nn.Module):
             isinstance(x, torch.Tensor) and x.requires_grad and not x.dim() for x in results
         )
         if has_loss and not self.all_tangents and not self.call.derivatives:
+            # Logits beside a loss would need a gradient of zeros, a full-size tensor in every step.
             outputs = [x if x.dim() == 0 else x.detach() for x in outputs]
         return tuple(_apart(outputs))
 

@@ -95,6 +95,7 @@ class BackgroundWriter:
             world = dist.group.WORLD
             assert world is not None
             self._group = gloo_group(world, use="checkpoints")
+        # Pickled now: schedulers and loaders change these values while the thread writes.
         copied = Copied(
             self._copy.take(tensors),
             pickle.dumps(values[0]),
@@ -152,6 +153,8 @@ class BackgroundWriter:
         """Results of the same work on all ranks; an error of one ends the write on all, at once."""
         if self._group is None:
             return [work()]
+        # Errors are gathered like results: a rank that raised alone would leave the others waiting
+        # in the next collective.
         own: tuple[Any, str] = None, ""
         try:
             own = work(), ""

@@ -205,6 +205,8 @@ class Checkpointer:
                         self._save_beside()
                     if total is not None and self._step >= total:
                         break
+                # A run saved at the end of an epoch resumes with no batches left: one empty epoch
+                # is no error.
                 if was_empty and self._step == before:
                     raise BatchError("the loader gives no batches: give one with more rows")
                 was_empty = self._step == before
@@ -227,6 +229,7 @@ class Checkpointer:
             number = max((each.stamp.number for each in before), default=0) + 1
             return Stamp(secrets.token_hex(8), number, 1)
         run = self._stamp.run
+        # Broken checkpoints after the resumed one are still there: the next is later than these.
         last = max((each.stamp.save for each in before if each.stamp.run == run), default=0)
         return Stamp(run, self._stamp.number, max(last, self._stamp.save) + 1)
 
@@ -252,6 +255,7 @@ class Checkpointer:
                     self.save(wait=True)
                 return
             except CheckpointError as error:
+                # The failed save left its step here, and the next try would take it for written.
                 self._saved_step, failure = 0, error
                 warn_once(CheckpointWarning, f"{error} It is tried again.")
         raise failure

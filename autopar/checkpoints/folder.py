@@ -159,6 +159,8 @@ class CheckpointFolder:
         (partial / STAMP).write_bytes(msgspec.json.encode(stamp))
         every = {**sums, STAMP: file_sum(partial / STAMP)}
         (partial / CHECKSUMS).write_text(json.dumps(every, indent=0))
+        # A rename may reach the disk before the files do. A crash would then leave a checkpoint
+        # under its final name with empty files.
         for name in (partial / STAMP, partial / CHECKSUMS, partial):
             _sync(name)
         replaced = self.path / f"step-{step}.replaced"

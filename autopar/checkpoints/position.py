@@ -32,6 +32,8 @@ class DataPosition:
         """The batches of the running epoch that are left, counted as they are asked for."""
         self._loader = loader
         _set_epoch(loader, self.epoch)
+        # Starting a loader and skipping batches draw random numbers. Training goes on with those
+        # that the run was saved with.
         current = RandomState.now()
         if self._loader_state is not None and _keeps_place(loader):
             self._loader.load_state_dict(self._loader_state)
@@ -45,6 +47,7 @@ class DataPosition:
             remaining = iter(loader)
         self._loader_state = None
         for batch in remaining:
+            # Counted first, so that a checkpoint saved in the loop's body includes this batch.
             self.batches += 1
             yield batch
         self.epoch, self.batches, self._epoch_start = self.epoch + 1, 0, None

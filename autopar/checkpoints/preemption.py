@@ -49,10 +49,13 @@ class Preemption:
         """Whether all ranks stop after this step; every rank asks after every step."""
         if not is_multi_rank():
             return self.received is not None
+        # torchrun keeps one store for all attempts. Without the attempt in the key, the last step
+        # of an earlier one would stop this one.
         store, key = default_store(), f"{KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if self.received is not None and not self._told:
             store.compare_set(key, "", str(step + AHEAD))
             self._told = True
+        # `get` blocks until a key exists, hence the check.
         return store.check([key]) and step >= int(store.get(key))
 
     def exit_status(self) -> int:

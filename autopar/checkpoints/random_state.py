@@ -31,6 +31,7 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """The state of this moment."""
+        # Reading the state would make a context on a GPU that this run does not use.
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             random.getstate(),

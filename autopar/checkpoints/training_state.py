@@ -118,6 +118,7 @@ class TrainingState:
             reader = FileSystemReader(folder) if trusted else PlainReader(folder)
             planner = None if trusted else PlainPlanner()
             load(named, storage_reader=reader, planner=planner, no_dist=not is_multi_rank())
+        # torch derives CheckpointException from BaseException: `except Exception` would miss it.
         except (CheckpointException, Exception) as error:
             reason = getattr(error, "failures", {}) or {0: (error,)}
             first = next(iter(reason.values()))[0]
@@ -130,6 +131,7 @@ class TrainingState:
             self.optimizers,
             model_state_dict=tensors["model"],
             optim_state_dict=tensors["optimizer"],
+            # Strict loading refuses a state that lacks compression's entries, taken out above.
             options=StateDictOptions(flatten_optimizer_state_dict=True, strict=is_same_mesh),
         )
         for name, each in self.extra.items():

@@ -93,8 +93,10 @@ class BlockStorage:
         self.size = 0
         self._free: dict[int, list[Extent]] = {}
         self._file = _open_anonymous(folder)
+        # O_DIRECT needs memory that starts at a page, as a mapping does.
         self._piece = np.frombuffer(mmap.mmap(-1, PIECE), np.uint8)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="autopar-offload-read")
+        # One writer, since writes that are copied on the way share `_piece`.
         self._writers = ThreadPoolExecutor(1, thread_name_prefix="autopar-offload-write")
 
     def allocate(self, size: int) -> Extent:
@@ -201,6 +203,7 @@ class BlockStorage:
 
 def _open_anonymous(folder: Path) -> int:
     """A file without a name in a folder, past the page cache where the file system can."""
+    # O_EXCL keeps others from giving the file a name, by which they could change it.
     flags = os.O_TMPFILE | os.O_RDWR | os.O_EXCL
     try:
         for more in (os.O_DIRECT, 0):

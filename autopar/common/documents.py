@@ -134,6 +134,7 @@ def _path(place: _Place | None) -> str:
 
 def _check_known(document: Any, value: Any, path: str) -> None:
     """Raises if a document has a field that the value's class lacks."""
+    # msgspec can refuse unknown fields of its Structs, but not of dataclasses.
     if is_dataclass(value) and isinstance(document, Mapping):
         names = [field.name for field in fields(value)]
         if strange := sorted(set(map(str, document)).difference(names)):

@@ -42,6 +42,7 @@ def gloo_group(beside: dist.ProcessGroup, *, use: str) -> dist.ProcessGroup:
         None if is_world else dist.get_process_group_ranks(beside),
         backend="fake" if dist.get_backend(beside) == "fake" else "gloo",
         timeout=group_timeout(beside),
+        # By default new_group waits for all running ranks; only those of this group call it.
         use_local_synchronization=not is_world,
         group_desc=f"autopar: {use}",
     )

@@ -60,6 +60,7 @@ def seconds_of_product(device: torch.device) -> float:
     while (passed := time.perf_counter() - begin) < ROUND_S:
         float((a @ a)[0, 0])  # waits for the device
         count += 1
+    # a mean, since the fastest product misses a neighbour that takes half of a core
     return passed / count
 
 

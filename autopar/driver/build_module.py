@@ -72,6 +72,8 @@ def build_module(
     hooks = planner.make_plan, planner.make_fallback, planner.make_strategies
     module: DistributedModule = kind(model, parameters, device, of_calls, *hooks)
     may_shard = problem.strategy.zero != 0 or of_calls.model_parallel_size > 1
+    # An optimizer made before the first call holds whatever parameters exist now. Replicated
+    # DTensors can be sharded in place by the plan that the call makes.
     is_late = plan is None and options.example_inputs is None
     is_late = is_late and (may_shard or bool(problem.strategy.search))
     module.broadcast_parameters(replicated_dtensors=is_late, init_fn=options.init_fn)

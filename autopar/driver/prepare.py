@@ -36,6 +36,7 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
     """
     check_not_compiled(model)
     check_plain(model)
+    # first, since contiguous weights no longer show that they were channels-last
     mark_channels_last(model)
     make_contiguous(model)
     parameters = describe_parameters(model)

@@ -112,6 +112,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """The state of the ranks; once one has failed, the others are ended."""
+        # Polled before torch's monitor, which would send the others SIGTERM. They would try to
+        # save, and wait for the dead rank.
         codes = {number: each.poll() for number, each in rank_processes(self._pcontext).items()}
         failed = [number for number, code in codes.items() if code]
         if not failed:
@@ -137,8 +139,11 @@ class Agent(LocalElasticAgent):
         """Ranks have saved and left, told by SIGTERM to one of them or to another node."""
         self._shutdown(signal.SIGTERM)
         if self.rounds.is_single_node:
+            # With restarts left, torch would start ranks again that were told to leave.
             self.left, self._remaining_restarts = True, 0
             return super()._monitor_workers(worker_group)
+        # A healthy group that wants another round is a change of members to torch, which uses up
+        # no restart.
         self.rounds.rejoin = True
         return RunResult(state=WorkerState.HEALTHY)
 

@@ -71,6 +71,7 @@ class RankLogs(LogsSpecs):
         if path is None:
             return ""
         try:
+            # Opening a file succeeds on a full disk. Only a write tells.
             with path.open("ab") as log:
                 log.write(b"\n")
         except OSError as error:

@@ -99,6 +99,7 @@ class Rounds(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        # Otherwise rank 0 would open a store at the port where the agent serves that of the round.
         return True
 
     def get_backend(self) -> str:

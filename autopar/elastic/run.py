@@ -42,6 +42,7 @@ LAUNCHER_FILES = 24
 """Files that the launcher holds open itself; below, torch fails in many places."""
 
 # A rank dies with its launcher: PR_SET_PDEATHSIG holds after exec.
+# If the launcher died before prctl, no signal comes: hence the check of the parent.
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
@@ -148,6 +149,7 @@ def _run_until_over(launch: Launch, logs: RankLogs) -> int:
                 return RETRY
             if rounds is not None:
                 say(f"lost the other nodes ({_line(error)}); joins them again")
+                # The other nodes come back to the server of this host, so it must stay.
                 rounds = rounds if rounds.is_host or isinstance(error, DistStoreError) else None
             time.sleep(RECONNECT_S)
 
@@ -213,6 +215,8 @@ def _arguments(command: Sequence[str]) -> tuple[str, ...]:
     """Arguments of Python for one rank."""
     if sys.platform != "linux":
         return ("-u", *command)
+    # -I and -S are for the stub alone: exec drops them. Without -I, a ctypes.py in the working
+    # folder would hide Python's.
     return ("-I", "-S", "-c", _TIED, str(os.getpid()), *command)
 
 

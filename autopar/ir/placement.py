@@ -121,6 +121,7 @@ class UnevenRanks(int):
         made.rows, made.held = rows, held
         return made
 
+    # Copies and pickles pass these to __new__. The default of int is the number alone.
     def __getnewargs__(self) -> tuple[int, int, tuple[int, ...]]:  # type: ignore[override]
         return int(self), self.rows, self.held
 
@@ -158,6 +159,7 @@ def chunk_rows(rows: int, parts: int) -> tuple[int, ...]:
     return tuple(chunk_of(rows, parts, part)[1] for part in range(parts))
 
 
+# Any dim but 0 costs a copy before and after each message, so dim 0 may be a little uneven.
 EVEN_ENOUGH = 1.05
 """Largest ratio of a rank's chunk to an even share that counts as even."""
 

@@ -154,6 +154,8 @@ def _traced(
     results = tuple(nodes[-1].args[0])
     calls = [node for node in nodes if node.op == "call_function"]
     last = calls.index(results[0])
+    # A trace may write operators on the gradient before the forward. Told apart by position, the
+    # backward took the queries for the gradient.
     late = {inputs[-1]}  # what depends on the gradient
     for node in calls:
         late |= {node} if not late.isdisjoint(node.all_input_nodes) else set()

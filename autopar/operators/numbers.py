@@ -33,6 +33,8 @@ class Numbered(Generic[T]):
         """A new tensor of shape [1], dtype int64, that stands for a value."""
         key = next(self._numbers)
         self._values[key] = value
+        # torch holds the memoryview as long as any tensor has its memory. The tensor that is
+        # returned may go earlier, and a bytearray takes no weak references.
         memory = memoryview(bytearray(key.to_bytes(8, "little")))
         weakref.finalize(memory, self._drop, key).atexit = False
         return torch.frombuffer(memory, dtype=torch.int64)

@@ -67,6 +67,7 @@ class _Mapped:
             self.storage.settle(self.extent, mapped)
 
     def begin_read(self, like: Tensor) -> tuple[Tensor, Wait]:
+        # pages that anyone touched since the step would stay until memory is short
         self.settle()
         pages = empty_pages(self.extent.size)
         reading = self.storage.read(self.extent, pages.numpy().data)

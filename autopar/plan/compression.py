@@ -56,6 +56,7 @@ class Compression:
     def __post_init__(self) -> None:
         choice("method", self.method, METHODS)
         count("rank", self.rank)
+        # The sign codec packs eight elements into a byte.
         if count("block", self.block, 8) % 8:
             raise argument_error("block", self.block, "give a multiple of 8")
         number("density", self.density, "give a number in (0, 1]", 1.0)

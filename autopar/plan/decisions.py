@@ -124,6 +124,7 @@ class Decisions:
 
     def digest(self) -> str:
         """Hash of all decisions; must be equal on all ranks."""
+        # Only decisions count: ranks may do the same though their files predict otherwise.
         decisions = Decisions(**{each.name: getattr(self, each.name) for each in fields(Decisions)})
         return hashlib.sha256(json.dumps(asdict(decisions)).encode()).hexdigest()[:16]
 

@@ -95,6 +95,7 @@ class Plan(Decisions):
 
     def diff(self, other: Plan) -> str:
         """Differences between two plans, one line per field; "" if they are equal."""
+        # Reports are imported on demand: the runtime loads plans, but never the HTML page.
         from autopar.report.diff import diff_lines
 
         demand(isinstance(other, Plan), "other", other, "give a Plan")

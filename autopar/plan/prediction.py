@@ -190,6 +190,7 @@ class Prediction:
     @property
     def needed_bytes(self) -> int:
         """Bytes to compare with a memory cap: reserved bytes on a GPU, tensor bytes on a CPU."""
+        # torch's CUDA allocator keeps freed blocks reserved. Blocks of a CPU are freed at once.
         return self.reserved_bytes if self.context_bytes else self.peak_bytes
 
     def fits(self, cap: int | None) -> bool:

@@ -49,7 +49,7 @@ def read_plan(document: Any, kind: type[Plan], source: str) -> Plan:
         PlanError: A field is unknown, missing, of another type or out of range.
     """
     found = document.get("schema_version") if isinstance(document, dict) else None
-    if found == 6 and isinstance(found, int):
+    if found == 6 and isinstance(found, int):  # not 6.0, which equals 6
         try:
             document, found = upgrade_schema_6(document), SCHEMA_VERSION
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -172,6 +172,7 @@ class Strategy:
             return "reduce_precision and compress both shrink gradients: give one of the two"
         if self.outer is not None and self.sync_every is None:
             return "outer averages groups that step apart: give sync_every=... too"
+        # LocalSteps checks sync_every against outer, and raises by itself.
         _ = self.local_steps
         cuts = self.stages - 1
         if self.split_points is not None and len(self.split_points) != cuts:

@@ -186,6 +186,7 @@ def ranks_of(*, live: bool) -> ReplayGroup:
 
 def _retained_collectives(operators: OperatorTimes) -> int:
     """Number of collectives that gloo's threads may retain where ranks outnumber cores."""
+    # A thread of gloo frees a collective only when it next gets a core.
     oversubscribed = operators.oversubscription > operators.setting.threads
     return _GLOO_THREADS if oversubscribed else 0
 

@@ -133,6 +133,7 @@ def _crossings(p: Prediction, other: RunnerUp) -> Iterator[float]:
     behind = {rate: theirs[rate] - s for rate, s in ours.items() if rate in theirs}
     behind[1.0] = other.step_s - p.step_s
     for low, high in pairwise(sorted(behind)):
+        # Searches outwards from the real rate 1: the choice still leads at `first`, the nearer one.
         first, second = (high, low) if high <= 1.0 else (low, high)
         if behind[first] >= 0.0 > behind[second]:
             part = behind[first] / (behind[first] - behind[second])

@@ -33,6 +33,7 @@ class LateNumbers:
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._copied = values, None
         if values.is_cuda:
+            # a copy to pageable memory would make the host wait
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
@@ -79,6 +80,8 @@ def _device_hash(tensor: torch.Tensor) -> torch.Tensor:
 def _weights(device: torch.device) -> torch.Tensor:
     """Odd numbers below 2**63, random in all bits; a complex128 has two words."""
     generator = torch.Generator().manual_seed(0)
+    # An odd factor is invertible modulo 2**64, where int64 wraps. So a change of any single word
+    # changes the sum.
     drawn = torch.randint(2**62, (2 * MAX_SAMPLE_WORDS,), generator=generator)
     return (2 * drawn + 1).to(device)
 

@@ -214,6 +214,7 @@ def average_over_batch(result: Any, shard: BatchShard, ranks: int) -> Any:
         for i, x in enumerate(values)
         if isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point()
     }
+    # DDP and fully_shard divide the sum of gradients by the number of ranks
     weight = shard.rows * ranks / shard.slices.rows
     if scalars:
         fraction = shard.rows / shard.slices.rows
@@ -276,6 +277,7 @@ def with_ddp(model: nn.Module) -> DistributedDataParallel:
     Ranks have equal parameters since autopar.compile. Written again by the first call, they would
     invalidate the graphs of a loop that has used them.
     """
+    # models that cannot be captured often branch, and DDP stops at parameters that go unused
     return DistributedDataParallel(
         model, gradient_as_bucket_view=True, find_unused_parameters=True, init_sync=False
     )

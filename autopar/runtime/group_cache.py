@@ -40,6 +40,7 @@ def group_of(device: torch.device, ranks: Ranks) -> dist.ProcessGroup:
     group = known.get(key)
     if group is None:
         backend, timeout = backend_of(device), group_timeout(world())
+        # new_group waits for all running ranks, and those outside of this world make none now
         local = is_part()
         own = [each for each in ranks if dist.get_rank() in each] if local else ranks
         made = [

@@ -66,6 +66,7 @@ class _WrittenTensors(TorchDispatchMode):
 
     def restore(self) -> None:
         with torch.no_grad():
+            # a tensor written twice has two copies, of which the earlier must be restored last
             for tensor, value in reversed(self._copies):
                 tensor.copy_(value)
 

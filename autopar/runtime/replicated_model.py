@@ -89,6 +89,7 @@ class ReplicatedModel(nn.Module):
                 gradient = own[place]
                 own[place] = held if gradient is None else gradient + held
         device = local_part(parameters[0]).device
+        # a branch may use other parameters on each rank, and all ranks must reduce the same buckets
         used = torch.tensor([gradient is not None for gradient in own], dtype=torch.uint8)
         used = used.to(device)
         with explaining_comm_errors("backward"):

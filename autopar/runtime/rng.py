@@ -83,6 +83,7 @@ class RandomStream:
 
     def _seeded(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device)
+        # seed + index would give rank 1 under one seed the stream of rank 0 under the next
         generator.manual_seed((seed * 1_000_003 + self.index) % 2**63)
         return generator.get_state()
 

@@ -133,6 +133,7 @@ def _wait_for_all(store: Store, keys: Sequence[str], limit_s: float) -> None:
 
     try:
         told = "rank(s) {} to call autopar.compile".format
+        # a second more: `hear` ends by itself first, and the error below names the late ranks
         awaited(hear, lambda: told(late), limit_s + 1, say_on_first_ranks)
     except (TimeoutError, RuntimeError) as error:
         raise CommunicationError(f"the ranks' store is lost: {first_line(error)}") from error

@@ -157,6 +157,7 @@ class Comparison:
             for deviation in deviations:
                 self._record(deviation)
         for (kind, step), names in self.missing.items():
+            # A pipeline rank lacks the tensors of other stages: only what no rank has is missing.
             nowhere = names.intersection(*(missing[kind, step] for _, missing in found))
             for name in sorted(nowhere):
                 self._record(Deviation(kind, name, math.inf, step))

@@ -127,6 +127,7 @@ class _LoopDraws(ConstantDraws):
         """Constants in every module's call and every backward inside the context."""
         modules = torch.nn.modules.module
         entered = modules.register_module_forward_pre_hook(self.enter_module)
+        # A forward that raises must lower the depth too, or all later draws would be constants.
         left = modules.register_module_forward_hook(self.leave_module, always_call=True)
         engine = torch.autograd
         try:

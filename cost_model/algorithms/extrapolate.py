@@ -169,6 +169,8 @@ def _scaled(
     share = fabric.link_bytes(wanted.collective, wanted.shape)
     equal = nbytes * share / fabric.link_bytes(base.collective, base.shape)
     whole = curve(equal)
+    # NCCL's model is far off for small messages. So it gives only the difference of two groups,
+    # and the measured curve the rest.
     more, less = prior(wanted, nbytes), prior(base, equal)
     if more is not None and less is not None:
         return whole + max(more - less, -whole / 2)

@@ -97,6 +97,7 @@ def traffic(graph: TrainingGraph, backend: str) -> Mapping[fx.Node, Traffic]:
             maker = source[value]
             if kernel.get(maker) != number and (number, maker) not in read:
                 read.add((number, maker))
+                # A view may be a slice or an expansion of what was written: the smaller is read.
                 nbytes += min(_written(value), _written(maker))
         result[node] = Traffic(nbytes, number not in started)
         started.add(number)

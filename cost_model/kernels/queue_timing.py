@@ -87,6 +87,8 @@ class QueueTimer:
         An operator that waits for the device itself is never queued. It is timed without a sleep,
         and its host's seconds are those of the device.
         """
+        # A host that is slower than expected has not queued all calls when the sleep ends. Then
+        # fewer calls follow a longer sleep.
         for attempt in range(_ATTEMPTS):
             timed, queued = self._run(calls, max(1, count >> attempt), host_s * 2**attempt)
             if queued:

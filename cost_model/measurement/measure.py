@@ -198,6 +198,7 @@ def _cached_or_new(bench: Bench, request: Request, progress: ReportProgress) -> 
     wanted = request.layouts(bench.world_size, ranks_per_node)
     reads = request.cache and not request.fresh
     cached, spent_s = bench.agree(lambda: read_cluster(facts) if reads else None) or (None, 0.0)
+    # A shorter measurement does not serve: it left out sizes that were too slow for its budget.
     if cached and spent_s >= request.budget_s and all(key in cached.curves for key in wanted):
         wrong = deviation(bench, cached, wanted)
         if wrong is None:

@@ -226,6 +226,7 @@ class OperatorTimes:
                 "would wait for each other forever: give every rank the same model, batch and "
                 "strategy."
             )
+        # Replays communicate, so a graph that one rank lacks is replayed by all.
         return [graph for graph, *flags in zip(graphs, *lacking, strict=True) if any(flags)]
 
     def save(self) -> None:
@@ -339,6 +340,7 @@ class OperatorTimes:
         """Work and seconds of all timed nodes, by operator."""
         kinds: dict[str, list[tuple[float, float]]] = {}
         for name, timing in self.times.items():
+            # Calls of collectives do no work. `call_of_collective` takes the mean of their kind.
             if (size := timing.flops or timing.nbytes) or timing.rehearsed:
                 kinds.setdefault(kind_of(name), []).append((size, timing.seconds))
         return kinds

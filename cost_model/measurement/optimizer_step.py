@@ -101,6 +101,8 @@ def _steps(optimizer: Optimizer, values: Sequence[torch.Tensor], clock: Clock) -
     for _ in range(ROUNDS + 2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
+        # In training, forward and backward push this data out of the caches. Without that, the step
+        # of a GPT was priced at 6.9 ms and took 10.3.
         between += 1
         _synchronize(values[0].device)
         begin = clock()

@@ -145,6 +145,7 @@ def _prepared(
             try:
                 program = TimedProgram(graph, ranks_per_core)
                 made.callback(program.release)
+                # Without messages: a program that fails on one rank would leave others waiting.
                 program.run(SINGLE_RANK)
             except Exception as error:  # its operators are then timed alone
                 log.debug("a step cannot be replayed: %r", error)
@@ -226,6 +227,7 @@ class TimedProgram:
         with graph.inserting_after(node):
             last = graph.call_function(self._tick)
         if sends:
+            # The write of a message counts for no operator: in a step another thread does it.
             self.keys.append(None)
             self._waits.append(False)
             with graph.inserting_after(last):

@@ -224,6 +224,7 @@ class _Lifetimes:
         count, released = self.overhead.retained_collectives, dict[fx.Node, int]()
         for nodes in axes.values():
             ends = [self._waited(node) for node in nodes]
+            # A gloo thread that has carried a collective frees it only when it next gets a core.
             later = [*ends[count:], *[self.last] * count]
             released |= dict(zip(nodes, map(max, ends, later), strict=True))
         return released

@@ -87,6 +87,8 @@ class OptimizerMemory:
         # `buffers` counts blocks of offloaded states, which a GPU's allocator holds. Rounding drops
         # the bytes of single numbers.
         held = untracked.stored if device == "cuda" else 0.0
+        # The peaks are each + every, each + before + 2 every, and each + before + 3 every: so it
+        # takes three parameters to tell them apart.
         one, two, three = (
             round(peak / parameter_bytes - held * count, 2) for count, peak in enumerate(peaks, 1)
         )

@@ -191,6 +191,7 @@ class _Run:
         start = max(self.now[rank], self.link_free.get((rank, other), 0.0))
         seconds = self.transfer(nbytes, rank, other) if other != rank else 0.0
         end = start + seconds
+        # A receiver that is late does not occupy the link: the next message may follow.
         late_s = self.late_s * self._crowd(rank)
         self.arrivals[_receiver(receiver)] = end + late_s if seconds else end
         if seconds:

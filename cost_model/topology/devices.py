@@ -117,6 +117,7 @@ DEVICES = (
     _device(
         "H200", 141, 4800, _PCIE_5, "NVIDIA H200 data sheet, SXM5, without sparsity", **_HOPPER
     ),
+    # Before B200, whose name is a part of this one: `find_device` takes the first that fits.
     _device(
         "GB200",
         186,

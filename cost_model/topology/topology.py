@@ -118,6 +118,7 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
 
     machine = graph.subgraph(first)
     owned = {name: name.removeprefix(machines[0]) for name in first - {"fabric"}}
+    # At once: composing one machine at a time copies the whole graph for each of them.
     return nx.compose_all(
         nx.relabel_nodes(machine, {name: f"node{n}{path}" for name, path in owned.items()})
         for n in range(nodes)

@@ -1,4 +1,7 @@
-"""`BucketCollectives`: collectives of one kind merged into fewer and larger messages."""
+"""`BucketCollectives`: collectives of one kind merged into fewer and larger messages.
+
+Each collective has a latency whatever its size, and a model has a gradient for every parameter.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +100,7 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         options[0] = [n for m in members for n in m.args[1]]  # type: ignore[union-attr]
     old = [result for m in members for result in results_of(m)]
     if place is first:
+        # The shard of a later member may be cast behind the place of the first.
         for node in _behind(place, operands):
             place.prepend(node)
     graph.inserting_before(place.next)
@@ -110,6 +114,7 @@ def merge_collectives(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         after.meta = dict(before.meta)
         before.replace_all_uses_with(after)
         graph.erase_node(before)
+        # Under `reduce_precision`, casts of earlier members to float32 stand before the bucket.
         _follow(after)
     for member in members:
         graph.erase_node(wait_of(member))

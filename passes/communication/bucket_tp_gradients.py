@@ -1,4 +1,8 @@
-"""`BucketTpGradients`: bucketed gradient reductions along a tensor-parallel axis."""
+"""`BucketTpGradients`: bucketed gradient reductions along a tensor-parallel axis.
+
+The partition along an axis sums gradients one by one, each with the latency of a message. The
+optimizer alone awaits these sums, so they can wait for each other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`LowerCollectives`: abstract collectives lowered to torch's functional collectives."""
+"""`LowerCollectives`: abstract collectives lowered to torch's functional collectives.
+
+Functional collectives have copies and views around them, which every merge and move would have to
+rewrite. So they are written last, in the form that is fastest on the backend.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from autopar.passes.core.collective_ops import (
 from autopar.passes.core.node_builder import aten, call, is_view
 
 c10d = torch.ops._c10d_functional
+# An all-reduce in place must not overwrite a buffer that one of these still sends.
 READ_UNTIL_WAITED = (
     c10d.all_gather_into_tensor.default,
     c10d.reduce_scatter_tensor.default,
@@ -89,6 +90,7 @@ class Lowering(Rewriter):
         super().__init__(graph, start)
         self.rank = rank
         dtype = tensors(start)[0].dtype
+        # Not every backend carries float8, but all carry bytes.
         self.as_bytes = dtype if dtype.is_floating_point and dtype.itemsize == 1 else None
 
     def begin(self) -> Any:
@@ -119,6 +121,7 @@ class Lowering(Rewriter):
         how = op_of(self.start)
         if len(self.operands) == 1:
             operand = self.contiguous(self.operands[0])
+            # `all_reduce` copies its operand first; `all_reduce_` needs no second buffer.
             target = c10d.all_reduce_ if self.owns(operand) else c10d.all_reduce
             return [self.op(target.default, operand, how, self.axis)], lambda done: [done]
         flat = self.op(aten.cat.default, [self.flat(n) for n in self.operands])
@@ -138,6 +141,7 @@ class Lowering(Rewriter):
 
     def reduce_scatter(self) -> Begun:
         padded, shapes = self.padded_wholes()
+        # `reduce_scatter_tensor` cuts its input by rank, so row r holds chunk r of every operand.
         tables = [
             self.op(aten.view.default, x, [self.ranks, prod(shape)])
             for x, shape in zip(padded, shapes, strict=True)
@@ -164,6 +168,7 @@ class Lowering(Rewriter):
             return [self.op(aten.view.default, table, shapes[0])]
         table = self.op(aten.view.default, table, [self.ranks, -1])
         widths = [prod(shape) // self.ranks for shape in shapes]
+        # One kernel on CUDA copies all columns; slices would need a copy for each tensor.
         pieces = self.op(aten.split_with_sizes_copy.default, table, widths, 1)
         return [
             self.op(aten.view.default, self.op(operator.getitem, pieces, i), shape)

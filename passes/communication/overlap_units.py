@@ -134,6 +134,8 @@ def _half(nodes: list[fx.Node]) -> Half:
         users = (user for node in unit.nodes for user in node.users)
         return min((at[user] for user in users if user in at), default=len(main))
 
+    # Marks are alike on all ranks, whatever their rows. Positions are relative to marks, so that
+    # all ranks start their collectives in one order; another order would hang.
     meetings: list[tuple[int, int, Unit | None]] = []
     for order, unit in enumerate(units):
         owners = (owner.get(n, unit) for node in unit.nodes for n in node.all_input_nodes)

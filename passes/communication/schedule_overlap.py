@@ -1,4 +1,8 @@
-"""`ScheduleOverlap`: collectives that start early and are awaited late."""
+"""`ScheduleOverlap`: collectives that start early and are awaited late.
+
+Awaited at once, a collective leaves compute idle. ZeRO 3 at 1 Gbit/s then takes 1.67 times the
+bound, and 1.05 times with one bucket gathered ahead.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +68,7 @@ class ScheduleOverlap(Pass):
         """The position of every unit, `leads` stretches before its mark or `delays` behind it."""
         early, late = half.of("early"), half.of("late")
         found = {unit: unit.mark + AT_MARK for unit in half.of("needed")}
+        # A call may have other units than the planned one, such as a call under `no_sync`.
         if early and len(early) == len(leads):
             found |= {u: max(0.0, u.mark + AT_MARK - x) for u, x in zip(early, leads, strict=True)}
         else:
@@ -91,6 +96,7 @@ class ScheduleOverlap(Pass):
         end = len(half.marks) - 1
         found = {}
         for unit in half.of("late"):
+            # A reduce-scatter in flight keeps its whole gradient alive, hence the bound.
             ahead = unit.level if unit.start else max(self.in_flight, unit.level)
             later = bisect_left(firsts, unit.mark) + ahead
             bounded = unit.start is not None or self.in_flight > 0
@@ -101,6 +107,7 @@ class ScheduleOverlap(Pass):
 
 def stage_of(graph: TrainingGraph) -> int:
     """The pipeline stage of a graph; 0 without a pipeline."""
+    # Views of a received value keep the stage of the value, which is lower.
     return max((node.meta.get("stage") or 0 for node in graph.calls()), default=0)
 
 
@@ -121,6 +128,7 @@ def rearrange(half: Half, positions: dict[Unit, float], end: fx.Node) -> None:
     """
 
     def key(unit: Unit) -> tuple[float, int]:
+        # Waits for reductions precede new starts, so that no more than `in_flight` are under way.
         ranks = {"early": 0, "late": 1 if unit.start is None else 2, "needed": 3}
         return positions[unit], ranks[unit.kind]
 

@@ -100,6 +100,7 @@ class Int8(Blockwise):
     def encode(self, table: Tensor) -> Tensor:
         blocks = table.view(table.shape[0], -1, self.block)
         scales = (blocks.abs().amax(-1, keepdim=True) / 127).float()
+        # A block of zeros has the scale 0. 0 / 0 is NaN, for which a cast to int8 is undefined.
         steps = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round()
         return _joined(steps.to(torch.int8), scales)
 
@@ -149,6 +150,7 @@ class TopK(Codec):
         places = _largest(rows.abs(), self._count(rows.shape[-1]))
         values = rows.gather(-1, places)
         if self.threshold:
+            # NaN fails every comparison. So `>` would send it as zero, and hide an overflow.
             values = values.where(~(values.abs() <= self.threshold), 0.0)
         short = torch.stack([values.bfloat16().view(torch.int16), places.to(torch.int16)])
         return _bytes(short.transpose(0, 1))
@@ -183,6 +185,7 @@ class TopK(Codec):
         rows = math.ceil(width / ROW)
         short = message.view(torch.int16)
         values, places = short.view(2, rows, self._count(width // rows)).unbind()
+        # Places travel as int16, so those from 2**15 on come back negative: the mask undoes that.
         return values.contiguous().view(torch.bfloat16).to(dtype), places.long() & (ROW - 1)
 
     def _count(self, length: int) -> int:

@@ -1,4 +1,8 @@
-"""Compresses gathers of parameters, bucket by bucket."""
+"""Compresses gathers of parameters, bucket by bucket.
+
+ZeRO 3 gathers almost every parameter in the forward and again in the backward. Over slow links,
+smaller messages shorten both.
+"""
 
 from __future__ import annotations
 

@@ -92,6 +92,8 @@ class CompressedReduce(ABC):
     ) -> tuple[fx.Node, list[Any]]:
         """Writes a collective over the senders or the axis `over`; returns its wait and results."""
         axis = over or self.between
+        # Inlined nodes are Varying, which the verifier refuses to reduce-scatter. Here they are
+        # parts of a sum.
         if kind in (start_all_reduce, start_reduce_scatter):
             for operand in given:
                 operand.meta["placement"] = Partial()
@@ -234,6 +236,7 @@ class CompressedReduce(ABC):
 
     def settle(self, left: Tensor, whole: Tensor, residuals: Sequence[Tensor]) -> list[Tensor]:
         """Updates the residuals in place, unless the sum or `left` is not finite."""
+        # GradScaler skips such a step. A NaN in a residual would come back in all later steps.
         fine = whole.sum().isfinite() & left.sum().isfinite()
         pairs = zip(residuals, self.pieces(left), strict=True)
         return [old.copy_(torch.where(fine, new, old)) for old, new in pairs]

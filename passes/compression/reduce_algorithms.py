@@ -112,6 +112,8 @@ class RandomKReduce(CompressedReduce):
         return self.end(whole, left, residuals)
 
     def _spread(self, sums: Tensor, places: Tensor) -> Tensor:
+        # With feedback, columns that were left out come with later messages: scaling would count
+        # them twice.
         scale = 1.0 if self.compression.feeds_back else self.width / places.numel()
         rows = sums.new_zeros((sums.shape[0], self.width)).index_copy(1, places, sums * scale)
         return rows.view(-1)
@@ -152,6 +154,8 @@ class LowRankReduce(CompressedReduce):
         matrices = self.inline(self._matrices, [self.operands[i] for i in which], residuals)
         lefts = self.inline(_each, lambda m, factor: m @ factor, matrices, factors)
         _, lefts = self.send(start_all_reduce, lefts)
+        # All ranks factor the same sum, so they share a basis without sending one. The right
+        # factors depend on it, so the two sums cannot be one collective.
         lefts = self.inline(_each, lambda left: torch.linalg.qr(left).Q, lefts)
         rights = self.inline(_each, lambda m, basis: m.T @ basis, matrices, lefts)
         done, sums = self.send(start_all_reduce, rights)

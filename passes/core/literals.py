@@ -59,6 +59,7 @@ def write(value: Any, other: Callable[[Any], str] = repr) -> str:
         case float() if not math.isfinite(value):
             return f"float({str(value)!r})"
         case int() | float() | str():
+            # A subclass such as `UnevenRanks` would read back as a plain number.
             if type(value) in (int, float, str):
                 return repr(value)
             return f"{type(value).__name__}({items(value.__getnewargs__())})"

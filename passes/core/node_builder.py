@@ -189,6 +189,7 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or schema is None or schema.is_mutable:
         return False
     aliases = any(result.alias_info is not None for result in schema.returns)
+    # `_unsafe_view` shares memory, too, but its schema declares no alias.
     return aliases or node.target is aten._unsafe_view.default
 
 

@@ -121,6 +121,7 @@ def load(path: str | Path) -> Reproducer:
 def _load_graph(records: list[dict[str, str]], graph_fields: Mapping[str, str]) -> TrainingGraph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
+    # Arguments may not name tensors: operators would run at once on those that are not fake.
     arguments: Constructors = {**_CONSTRUCTORS, "Node": nodes.__getitem__}
     described: Constructors = {**arguments, "FakeTensor": partial(_fake_tensor, mode)}
     constructors: Constructors = {**described, "Constant": _constant}
@@ -171,6 +172,7 @@ def _computes(operator: OpOverload) -> bool:
     """Whether an operator makes tensors, from no file: others act on the machine or the process."""
     schema = operator._schema
     makes_tensors = any("Tensor" in str(each.type) for each in schema.returns)
+    # Any overload may open a file, so the schema decides instead of a list of operators.
     return makes_tensors and _FILES.isdisjoint(each.name for each in schema.arguments)
 
 

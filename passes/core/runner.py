@@ -49,6 +49,7 @@ def run_passes(
             ) from error
         if observe is not None:
             observe(pass_name(item), graph, time.perf_counter() - begin)
+        # The next pass may change a graph in place that neither the caller nor an observer holds.
         graph = replace(graph, disposable=observe is None and graph.graph is not captured.graph)
     return replace(graph, disposable=False)
 

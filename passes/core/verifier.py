@@ -104,6 +104,7 @@ def gradients_fit(graph: TrainingGraph) -> None:
 
 def gradients_have_shapes(graph: TrainingGraph) -> None:
     """Each gradient has the shape and dtype of its input."""
+    # Between sharding and synchronization, parameters are chunks but gradients still whole.
     if GraphProperty.GRADIENTS_SYNCHRONIZED not in graph.properties and graph.layouts:
         return
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))

@@ -1,4 +1,8 @@
-"""`AssignBatchAxis`: the batch axis mapped to a mesh axis, with one slice on each rank."""
+"""`AssignBatchAxis`: the batch axis mapped to a mesh axis, with one slice on each rank.
+
+The batch axis serves ranks and micro-batches alike, and is no axis of the mesh. Its collectives
+would have no process group to run in.
+"""
 
 from __future__ import annotations
 

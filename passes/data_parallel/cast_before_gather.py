@@ -1,4 +1,8 @@
-"""`CastBeforeGather`: parameters cast to the dtype of their uses before they are gathered."""
+"""`CastBeforeGather`: parameters cast to the dtype of their uses before they are gathered.
+
+Autocast casts a parameter where it is used, so that ZeRO would gather it in float32. In bf16, a
+gather sends and holds half of the bytes.
+"""
 
 from __future__ import annotations
 

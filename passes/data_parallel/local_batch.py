@@ -1,4 +1,8 @@
-"""`LocalBatch`: slices that compute independently and average gradients, as under DDP."""
+"""`LocalBatch`: slices that compute independently and average gradients, as under DDP.
+
+Exact batch statistics of a conv net take some 40 small collectives, and 1.6 times DDP's step. A
+loop that wants DDP's semantics need not pay for them.
+"""
 
 from __future__ import annotations
 

@@ -99,6 +99,7 @@ class BatchPlacements:
                 stays = is_shard and not keeps and not self.gathers_rows
                 found[role.index] = placement if stays else WHOLE
             elif isinstance(role, Update) and node and value_of(node) in self.placements:
+                # New buffers are returned whole, so the backward reads them at no further cost.
                 self.available.setdefault(value_of(node), set()).add(WHOLE)
         return found
 
@@ -115,6 +116,8 @@ class BatchPlacements:
             tuple(frozenset(self.available.get(value, ())) for value in values),
             any(result in self.stay_partial for result in results),
         )
+        # Greedy choices are the same on all ranks without a message. A solver takes seconds, and
+        # ranks may find different optima.
         strategy = self.chooser.choose(reads)
         for value, wanted in zip(values, strategy.operands, strict=True):
             path = moves(self.placements[value], wanted, self.slices)

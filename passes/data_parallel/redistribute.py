@@ -65,6 +65,7 @@ def moves(before: Placement, after: Placement, slices: BatchSlices) -> list[Move
             return [Move("select", before, after)]
         case Replicate(), Partial("sum"):
             return [Move("share", before, after)]
+        # Micro-batches run one after the other, so that only sums can cross them.
         case Shard(), Replicate() if slices.over_time:
             return [Move("spread", before, partial), Move("reduce", partial, after)]
         case Shard(), Replicate():

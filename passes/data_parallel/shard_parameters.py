@@ -1,4 +1,8 @@
-"""`ShardParameters`: parameters sharded between steps and gathered before their use (ZeRO)."""
+"""`ShardParameters`: parameters sharded between steps and gathered before their use (ZeRO).
+
+In mixed precision, a replicated parameter with its gradient and optimizer states takes 16 bytes on
+every rank. Sharded over n ranks, 16 / n remain between steps.
+"""
 
 from __future__ import annotations
 
@@ -173,4 +177,5 @@ def recompute_derived(
             todo.extend(node.users)
     readers = {user for node in derived for user in node.users}
     backward = (u for u in readers if u.meta["phase"] == "backward" and u.op != "output")
+    # Readers are sorted so that each recomputed value precedes all of them.
     recompute(graph.graph, sorted(backward), derived.__contains__)

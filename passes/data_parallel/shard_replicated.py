@@ -151,6 +151,7 @@ def _again(graph: fx.Graph, node: fx.Node, operand: fx.Node) -> fx.Node:
 def _sum_of(gradient: fx.Node, chunk: Chunk) -> _Sum | None:
     """The sum over an axis that a gradient is, but for casts and permutations; None if none is."""
     behind, node, dim = list[fx.Node](), gradient, chunk.dim
+    # A value with other readers is needed whole, so its sum stays an all-reduce.
     while node is gradient or len(node.users) == 1:
         if is_name(node):
             start = value_of(node).node

@@ -147,6 +147,7 @@ class StrategyChooser:
             elif reads.are_whole and isinstance(placement, Shard):  # readers may need it replicated
                 total += move_cost(Move("gather", placement, WHOLE), tensor, slices)
             elif placement == WHOLE and reads.stays_partial:
+                # Before its sum, a whole gradient is multiplied by this slice's share of the rows.
                 total += 2 * nbytes
         return total
 

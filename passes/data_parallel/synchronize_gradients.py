@@ -1,4 +1,8 @@
-"""`SynchronizeGradients`: gradients of parameters summed over the ranks."""
+"""`SynchronizeGradients`: gradients of parameters summed over the ranks.
+
+The partition of the batch leaves each rank with its part of every gradient. The sums wait until
+here, so that `no_sync` and micro-batches reduce once a step.
+"""
 
 from __future__ import annotations
 

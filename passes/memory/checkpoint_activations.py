@@ -1,4 +1,8 @@
-"""Activation checkpointing: keeps or recomputes the forward values that the backward reads."""
+"""Activation checkpointing: keeps or recomputes the forward values that the backward reads.
+
+Otherwise all of these values are in memory when the backward begins. A minimum cut finds the fewest
+bytes to keep.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +130,7 @@ class MinCut:
 
         count = len(self.nodes)
         source, sink = 2 * count, 2 * count + 1
+        # scipy silently casts capacities to int32: scaled sizes sum to less than `infinite`.
         unit = 1 + sum(map(_size, self.nodes)) // 2**28
         infinite = 2**30
         edges: dict[tuple[int, int], int] = {}

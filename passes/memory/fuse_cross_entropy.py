@@ -1,4 +1,8 @@
-"""Fuses the backward of cross-entropy into one buffer."""
+"""Fuses the backward of cross-entropy into one buffer.
+
+Torch's two operators pass a second tensor as large as the logits between them, although it has only
+one number for each row.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +60,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
     graph.inserting_before(node)
     counted = op(aten.ne.Scalar, target, ignored)
+    # An ignored target, such as -100, is no valid index: its row adds zero to column 0 instead.
     place = op(aten.mul.Tensor, target, counted)
     each = op(aten.div.Tensor, cotangent, total) if reduction == MEAN else cotangent
     scale = op(aten.where.ScalarOther, counted, each, 0)  # 0, not NaN, if all targets are ignored

@@ -1,4 +1,8 @@
-"""Chooses the kernels of attention."""
+"""Chooses the kernels of attention.
+
+Torch runs other operators of attention on each device, so a graph captured on a laptop would not be
+that of a GPU. Capture keeps one operator for all devices, and this pass comes after it.
+"""
 
 from __future__ import annotations
 

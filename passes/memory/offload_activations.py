@@ -1,4 +1,8 @@
-"""Keeps saved activations on a lower level of memory between forward and backward."""
+"""Keeps saved activations on a lower level of memory between forward and backward.
+
+Kept activations fill memory until the backward, and recomputing them costs compute. Transfers to
+and from a lower level run beside compute.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +127,7 @@ def _num_kept(sizes: Sequence[int]) -> int:
 
 def _take_views_again(graph: TrainingGraph, found: Iterable[SavedValue]) -> None:
     """Lets the backward take its own views of the values."""
+    # A view that is saved in the forward would keep the memory of its value.
     views = frozenset[fx.Node]().union(*(value.views for value in found))
     nodes = list(graph.graph.nodes)
     backward = nodes[nodes.index(graph.backward_start) : -1]

@@ -1,4 +1,8 @@
-"""Reads parameters that lie on a lower level of memory before their uses."""
+"""Reads parameters that lie on a lower level of memory before their uses.
+
+Programs could read the mapped files in place, but page faults come at no certain point and in no
+budget of memory. Copies fetched ahead have both, and the simulator counts them.
+"""
 
 from __future__ import annotations
 

@@ -27,5 +27,6 @@ def accumulate_gradients(backward: TrainingGraph) -> TrainingGraph:
                 graph, before = add_input(graph, accumulated, label, tensors(node)[0])
                 before.meta["phase"] = "backward"
                 graph.graph.inserting_before(node.next)
+                # In place, so that a stage holds one set of gradients for all micro-batches.
                 changed[role] = call(graph.graph, node, aten.add_.Tensor, before, node)
     return graph.with_results(changed)

@@ -1,4 +1,8 @@
-"""`AccumulateMicroBatches`: sums over the batch as sums over micro-batches."""
+"""`AccumulateMicroBatches`: sums over the batch as sums over micro-batches.
+
+Micro-batches run one after the other, so no collective can sum over them. Averaging their losses
+instead would train to other numbers, since they may ignore different numbers of targets.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ class AccumulateMicroBatches(Pass):
         chained = {start for start in sums if not waits.isdisjoint(ancestors([start]))}
         for start in sums:
             is_sum = start.target is start_all_reduce and op_of(start) == "sum"
+            # A total inside of a backward would need backwards of later micro-batches first.
             if not is_sum or start.meta["phase"] == "backward":
                 raise _coupled(start)
             pairs = zip(start.args[0], results_of(start), strict=True)  # type: ignore[arg-type]

@@ -1,4 +1,8 @@
-"""`PlaceStages`: the pipeline stage of every operator."""
+"""`PlaceStages`: the pipeline stage of every operator.
+
+A stage follows from the parameter uses and sequence numbers of the captured graph. It is recorded
+first, so that operators that later passes write can take it over.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """`split_dgrad_wgrad`: a backward split into input gradients and weight gradients.
 
+Other stages wait for input gradients alone, so these come first; weight gradients fill idle time.
+
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 (B and W).
 """
 

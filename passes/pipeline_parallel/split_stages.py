@@ -157,6 +157,8 @@ class _Splitter:
     def gradient_terms(self, gradient: fx.Node) -> Iterator[fx.Node]:
         """The terms of a gradient by stage; adds sums that nothing else reads to `skipped`."""
         stage = self.stage
+        # Terms of a tied weight's gradient stay on their stages: the rank of the weight sums them
+        # once, instead of in each micro-batch.
         if op_packet(gradient) is aten.add and gradient.meta["phase"] == "backward":
             terms = [n for n in gradient.args if isinstance(n, fx.Node) and n in stage]
             types = {(t.shape, t.dtype) for n in (*terms, gradient) for t in tensors(n)[:1]}
@@ -290,6 +292,8 @@ class _Splitter:
         for node, copy in copies.items():
             copy.meta = {**node.meta, "phase": phase_of(node)}
             if isinstance(roles.get(node), StageInput):
+                # Messages arrive dense. With the strides of a slice, memory would count gaps that
+                # are not there.
                 copy.meta["val"] = dense_like(graph, node.meta["val"])
         new.output([_sum(new, [copies[term] for term in terms]) for terms in results.values()])
         # the gradient of a parameter may be the loss's own, beside which nothing reads it

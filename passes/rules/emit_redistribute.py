@@ -66,6 +66,8 @@ class RedistributeEmitter:
     def all_gather(self, value: fx.Node, shard: Shard, whole: Sequence[int]) -> fx.Node:
         """The whole of a sharded value."""
         shape, size = _shape(value), whole[shard.dim]
+        # On dim 0 no copy is needed. Even chunks of other dims are stacked, and copied once, after
+        # the message. Uneven chunks cannot be stacked: they are copied before and after it.
         if shard == Shard(0) or size % self.ranks:
             front = self.contiguous(self.moved(value, shard.dim, 0))
             return self.back(self.start(start_all_gather, front, [size]), shard.dim)
@@ -122,6 +124,8 @@ class RedistributeEmitter:
     def back(self, value: fx.Node, dim: int) -> fx.Node:
         """A contiguous value with dim 0 moved to `dim`, copied on all ranks or on none."""
         moved = self.moved(value, 0, dim)
+        # is_contiguous may differ between ranks with uneven shards. Ranks must write the same
+        # nodes, or they make other buckets.
         return moved if math.prod(_shape(moved)[:dim]) == 1 else self.copied(moved)
 
     def pad(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:

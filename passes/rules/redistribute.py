@@ -87,6 +87,7 @@ def redistribute_steps(before: Placement, after: Placement) -> tuple[Redistribut
             kinds = ["all_reduce"]
         case Partial("sum"), Shard():
             kinds = ["reduce_scatter"]
+        # A reduce-scatter only sums, so a maximum is reduced whole and then sliced.
         case Partial(), Shard():
             kinds = ["all_reduce", "slice"]
         case Shard(), Shard() if before.dim != after.dim:

@@ -1,4 +1,8 @@
-"""`CastBeforeReduce`: gradients cast to the dtype of their parameter before sums along an axis."""
+"""`CastBeforeReduce`: gradients cast to the dtype of their parameter before sums along an axis.
+
+Under autocast, partitioned axes would sum weight gradients in bf16 and cast the sums. Sums along
+the data axis are in float32.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`PartitionAxis`: the program of one rank of a mesh axis, with the redistributions it needs."""
+"""`PartitionAxis`: the program of one rank of a mesh axis, with the redistributions it needs.
+
+Column, row, sequence and expert parallelism are usually written into a model by hand. Here they are
+placements that the planner chooses, and this pass writes the collectives.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +110,7 @@ class Partitioner:
             for node in self.source.graph.nodes:
                 check_time()
                 if node is backward:
+                    # Redistributed later, outputs would stand behind the backward's start.
                     results |= self.results("forward")
                     self.begin_backward()
                 if node.op == "placeholder":
@@ -195,6 +200,8 @@ class Partitioner:
         ctx = self.lowering_context(node, operator, op_strategy, shards)
         results = lower(ctx)
         if "batch_dims" in node.meta:
+            # Written again for twice the rows, the operators show which of their dims run over
+            # rows. Otherwise each lowering would need a rule for that.
             read = [n.meta["batch_dims"][0] for n in operands(node)]
             twice, strategy = double_operator(operator, op_strategy, read, node.meta["batch_dims"])
             doubled = replace(ctx, operator=twice, op_strategy=strategy)

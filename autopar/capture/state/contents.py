@@ -317,6 +317,7 @@ class Fingerprinter:
     def __call__(self, value: Any, depth: int = MAX_DEPTH) -> Any:
         value = referent(value)
         if isinstance(value, float):
+            # A NaN would differ from itself at every call, and -0.0 would pass for 0.0.
             return float, value.hex()
         if isinstance(value, bytes) and len(value) > MAX_BYTES:
             return bytes, len(value), hashlib.blake2b(value).digest()

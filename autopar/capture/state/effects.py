@@ -120,6 +120,7 @@ class Effects:
                 return
             self.classes.setdefault((type(module), key))
         before = snapshot.copy_of(attributes)
+        # A value that the run itself has assigned is no state that its graph depends on.
         if before is not None and (now is before.get(key, MISSING) or type(now) is CounterProxy):
             self.reads[name, key] = user_position(sys._getframe(2))
 

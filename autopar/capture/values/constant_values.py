@@ -128,6 +128,7 @@ class ConstantValues:
             values = tensors_in(self._run(func, args, kwargs))
         except Exception:  # an impure function, or a device that is not here
             return
+        # `x.data` shares memory with x but no version, so writes through it would go unseen.
         for value in values:
             if any(_writes_unseen(value, other) for other in given):
                 return self._forget(value)

@@ -70,6 +70,7 @@ class RealTensors:
 def _is_real(x: Tensor) -> bool:
     if isinstance(x, FakeTensor | FunctionalTensor) or is_functional(x) or is_transformed(x):
         return False
+    # Inference tensors have no version that would tell of a change.
     return not x.is_inference()
 
 

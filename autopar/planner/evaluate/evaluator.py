@@ -113,6 +113,8 @@ class SpmdEvaluator(Evaluator):
     def _lower(self, config: CandidateConfig) -> tuple[Plan, TrainingGraph]:
         plan = self.setup.draft(config)
         prefix, rest = self._passes(plan)
+        # Gradients along tp, cp and ep are bucketed within the prefix. A plan without collectives
+        # has all passes in the prefix, offloading too.
         sized = config.reduce_bytes if self.setup.op_strategies else 0
         stored = plan.offload, plan.offload_parameters
         graph = self._prefixes.get(

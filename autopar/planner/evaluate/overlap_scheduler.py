@@ -140,6 +140,8 @@ class _ListScheduler:
     @property
     def leads(self) -> tuple[float, ...]:
         """Stretches between the start of each gather and its first use."""
+        # Distances count from marks, which all ranks and all kinds of calls share. So all ranks
+        # issue collectives in one order, whatever their shapes.
         ahead = (u.mark + AT_MARK - self.positions[u] for u in self.half.of("early"))
         return tuple(max(0.0, round(x, 4)) for x in ahead)  # many units may start at one mark
 
@@ -198,6 +200,7 @@ class _ListScheduler:
         follower = next((u for u in self.followers if self.is_ready(u)), None)
         if follower is not None:
             yield follower
+        # A gather of a higher level continues one that has not arrived, so it would stall compute.
         if gather is None or gather.level or not self.fits_budget(gather):
             yield from sums
             return

@@ -64,6 +64,7 @@ class PipelineEvaluator(Evaluator):
     """Evaluator of plans with one pipeline; `setup` is of the model without stages."""
 
     def __init__(self, setup: EvaluationSetup, pipeline: Pipeline) -> None:
+        # The graph has the rows of one micro-batch, and the caller holds those of all.
         batches = setup.overhead.batches * pipeline.micro_batches
         overhead = replace(setup.overhead, batches=batches)
         base = replace(setup.base, pipeline=pipeline)
@@ -143,6 +144,7 @@ class PipelineEvaluator(Evaluator):
 
     def _run(self, costs: Sequence[StageCost], link: P2PCost) -> PipelineSimulation:
         operators = self.setup.operators
+        # Times are of all ranks computing. In a bubble, those that wait free shared cores.
         slowdown = operators.relief(self.setup.base.world_size)
         own = link.cluster.slowdown
         issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
@@ -221,6 +223,7 @@ class PipelineEvaluator(Evaluator):
         if micro_batches == 1:
             return 0.0
         added = [n for n in accumulate_gradients(graph).calls() if n.name not in known]
+        # The first micro-batch has no earlier gradients to add to.
         return self._operator_s(added) * (micro_batches - 1) / micro_batches
 
     def _weights(self, last: TrainingGraph) -> tuple[float, int]:

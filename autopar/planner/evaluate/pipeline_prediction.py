@@ -135,6 +135,8 @@ class SimulatedPipeline:
     @cached_property
     def memories(self) -> list[RankMemory]:
         found = []
+        # gloo sends only what the peer has asked for. So CPUs post receives early, and their
+        # buffers take memory from then on.
         actions = with_transfers(self.orders, hoisted=not self.on_gpus)
         for rank, order in enumerate(self.orders):
             own = {stage: self.stages[stage].memory for stage in self.pipeline.stages_of(rank)}

@@ -108,6 +108,7 @@ class EvaluationSetup:
             ),
             name=config.named(dict(self.base.mesh)),
             levels=tuple(
+                # Hybrid sharding needs the levels even if no collective is hierarchical.
                 levels if config.hierarchical else replace(levels, from_bytes=())
                 for levels in self.base.levels
             ),
@@ -117,6 +118,7 @@ class EvaluationSetup:
             offload_parameters=config.offload_parameters,
             compressions=Compressions(activations=config.compress_activations),
             prefetch=config.prefetch,
+            # Stage 0 keeps whole gradients anyway, so a limit would free nothing.
             in_flight=IN_FLIGHT if any(zero.values()) else 0,
             placements=tuple(placements.items()),
         )

@@ -46,6 +46,7 @@ class PhaseMemory:
         at = (starts - starts[:1]) / span
         bins = np.minimum((at * _POINTS).astype(int), _POINTS - 1)
         total = table.sum(axis=0)
+        # `needs` replaces the gradients, which can move the peak to where the other bytes are most.
         kept = [
             run[size[run].argmax()]
             for size in (total, total - table[_GRADIENTS])
@@ -121,6 +122,8 @@ class StageMemory:
         """Memory of an action, with `summed` bytes of gradients of earlier micro-batches."""
         if action.kind == "W":
             rows = np.zeros((len(CATEGORIES), 1), np.int64)
+            # With earlier sums, one gradient at a time exists beside them. Without any, all
+            # gradients come into being here and stay.
             made = summed + self.largest if summed else self.summed
             rows[[_SAVED, _GRADIENTS], 0] = self.split_backward, made
             return PhaseMemory(np.zeros(1), rows)
@@ -191,6 +194,7 @@ def memory_of_rank(
     sending = 0
     points: list[tuple[int, float]] = []
     tables: list[Bytes] = []
+    # Stages of one rank do not peak together. Adding their peaks gave 506 MiB where 415 are needed.
     for index, action in enumerate(order):
         stage = action.stage
         flying[stage] -= action.kind in ("B", "I")  # its own memory includes them

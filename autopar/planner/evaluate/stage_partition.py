@@ -157,6 +157,7 @@ class _Partitioner:
 
     def reduce_traffic(self, cuts: Cuts) -> Cuts:
         """Moves each cut to the least traffic within `SLACK`."""
+        # Pressure sums powers of seconds, so the slack in seconds takes the same power.
         limit = (1.0 + SLACK) ** _POWER * self.pressure(cuts)
         for index in range(len(cuts)):
             ends = (0, *cuts, self.last)
@@ -174,6 +175,7 @@ class _Partitioner:
         return float(self._pressure(loads, self.held_by_rank(cuts)).sum())
 
     def _pressure(self, seconds: Matrix, held: Matrix) -> Matrix:
+        # A steeper power leaves bytes under the cap nearly free; above it they outweigh time.
         full = (held / self.cap) ** (4 * _POWER) if self.cap else 0.0
         return (seconds / self.mean) ** _POWER + full
 

@@ -100,6 +100,7 @@ def _shards_alike(one: Representative, other: Representative, ranks: int) -> boo
     """Whether a strategy shards evenly in both cases what it shards evenly in one."""
     if len(one.shapes) != len(other.shapes) or one.op_strategy is None:
         return len(one.shapes) == len(other.shapes)
+    # Some loops allow even shards only, so a strategy may be illegal once evenness changes.
     placements: tuple[Placement | None, ...]
     placements = (*one.op_strategy.operands, *one.op_strategy.results)
     return all(

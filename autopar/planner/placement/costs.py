@@ -100,6 +100,7 @@ class PlacementCosts:
         key = (node, op_strategy.lowering, shards)
         if key not in self.seen:
             how = self._own if op_strategy.lowering else self._on_shards
+            # Collectives of an axis that was partitioned earlier are operators of this graph.
             how = self._exchange if node.target in STARTS else how
             self.seen[key] = how(node, op_strategy)
         return self.seen[key]
@@ -116,6 +117,8 @@ class PlacementCosts:
         whole = self.operators.seconds(node)
         if is_view(node):
             return whole
+        # Strategies of an operator all scale its whole time. Mixing measured and modelled ones let
+        # the model's error choose: a GPT's matrix products came out whole on every rank.
         share = self.operators.share(local_node(node, op_strategy, self.shape.ranks), node)
         return Cost(whole.seconds * share, whole.provenance, whole.error)
 

@@ -82,6 +82,7 @@ def _moved_bytes(
         if steps is None or ties_backward(value):
             return math.inf
         kind = value.tensor.shape, value.tensor.element_size(), ranks
+        # A slice sends no bytes, but it is not free: the 1 prefers strategies with fewer of them.
         total += 1 + sum(step.message_bytes(*kind) for step in steps if step.collective)
     return total
 

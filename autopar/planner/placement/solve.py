@@ -70,6 +70,7 @@ def partition(
 
     def price(value: Value, before: Placement, after: Placement) -> float:
         cut = isinstance(after, Shard) and not isinstance(before, Shard)
+        # Gradients may always be cut, since each must lie as its parameter does.
         if value.node in fixed or (cut and not sequence and value not in late):
             return math.inf
         how = prices.sum if value in late and isinstance(before, Partial) else prices.redistribution
@@ -109,6 +110,7 @@ def costs_along(
     cluster = machine.cluster
     mesh = mesh or {DATA_AXIS: max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
+    # Sums over rows still name the axis BATCH: `assign_batch_axis` runs after the partition.
     shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
     return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes)
 

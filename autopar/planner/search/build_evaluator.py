@@ -65,6 +65,7 @@ def build_evaluator(
     base = replace(
         base, partitions=tuple(partitions), notes=(*base.notes, *_notes(problem, base, unused))
     )
+    # Under batch='global' the caller on each rank holds the rows of all ranks.
     batches = problem.dp_size if problem.batch == "global" else 1
     setup = EvaluationSetup(
         graph=graph,
@@ -106,6 +107,8 @@ def solve_axis(
     if machine is None:
         return partition_by_bytes(graph, mesh[axis], pins)
     unsharded = problem.parameters
+    # Parameters that nothing shards stay plain. Charging each the overhead of a DTensor made a deep
+    # GPT come out 27 % too slow where tp divides rows.
     sharded = any(p.shape != unsharded[name].shape for name, p in graph.parameters.items())
     shards = problem.shard_ranks if problem.strategy.zero != 0 else 1
     solution = partition(

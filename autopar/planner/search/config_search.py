@@ -367,6 +367,7 @@ class _ConfigSearch:
         for nbytes in sizes:
             other = self.evaluate(self.with_buckets(best.config, nbytes))
             best = self.best([best, other]) or best
+            # Sizes that suit no layer may lose to the next one, so only the first ends the loop.
             if best is start:
                 break
         return best

@@ -61,6 +61,7 @@ class MeshEstimator:
         self._model, self._sharing = model, sharing
         self._kinds = [] if model is None else kinds_of(model, problem.blocks)
         self._captures = {} if captures is None else captures
+        # Strategies for other rows are good enough to order meshes. A planned mesh solves its own.
         self._solved = SolvedAxes(for_all_rows=True)
         self._graph, self._figures = cache(self._capture), cache(self._lower)
         self._padding = cache(lambda ranks: padding_of(problem.parameters.values(), ranks))
@@ -113,6 +114,7 @@ class MeshEstimator:
 
     @cached_property
     def _rows(self) -> int:
+        # One slice would be the whole batch, of which `rows_of` returns 0.
         return 2 * rows_of(self._graph((SAMPLED_LAYERS,) * len(self._kinds), 2)[0])
 
     def _capture(
@@ -135,6 +137,7 @@ class MeshEstimator:
             split_points=None,
             schedule=None,
             stages_per_rank=None,
+            # A mapping may name blocks that the reduced model lacks, which is a StrategyError.
             zero=open_strategy.zero if isinstance(open_strategy.zero, int) else None,
             micro_batches=slices,
             search=(),
@@ -165,6 +168,7 @@ def with_num_layers(
         for modules in kind.modules[count:]
     }
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    # Deleting children would renumber the others. The old dict restores every name at once.
     before = [(each, each._modules) for each in lists]
     try:
         for each in lists:

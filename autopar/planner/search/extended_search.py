@@ -28,6 +28,7 @@ def can_extend(strategy: Strategy) -> bool:
 
     It has one stage, the same ZeRO stages for blocks of a kind, and compresses no bucket.
     """
+    # Compression is chosen bucket by bucket, and few blocks give sizes of buckets only.
     lossy = any(way not in (None, "none") for way in (strategy.compress, strategy.compress_gathers))
     return strategy.stages == 1 and not isinstance(strategy.zero, Mapping) and not lossy
 
@@ -43,6 +44,7 @@ def plan_extended(
         OutOfMemoryError: nothing fits.
     """
     cap = problem.cap_on(machine.cluster)
+    # A schedule places each collective of the whole model, and few blocks do not have them all.
     strategy = replace(problem.strategy, prefetch=problem.strategy.prefetch or 1)
     unscheduled = problem.strategy.prefetch is None
 
@@ -72,6 +74,7 @@ def extended_evaluator(
     """
     count = problem.strategy.micro_batches or 1
     solved = models.solved if memory is None else models.leanest[problem.shard_ranks]
+    # Candidates of a reduced model are no plans of the whole one, so observers must not see them.
     quiet = replace(context, baseline=None, on_candidate=None)
     reduced, evaluators = [], []
     for layers, times in models.samples.items():

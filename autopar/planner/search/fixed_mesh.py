@@ -92,6 +92,7 @@ def else_leaner(strategy: Strategy, find: Callable[[int | None], Candidate]) -> 
     except OutOfMemoryError:
         if not strategy.axes:
             raise
+        # Nothing fits in 0 bytes, and the integer program then minimises bytes instead of time.
         leaner = find(0)
     return leaner.with_plan(notes=(*leaner.plan.notes, LEANER))
 

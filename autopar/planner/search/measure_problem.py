@@ -54,6 +54,8 @@ class SolvedGraph:
 
         def fit(axis: str, before: TrainingGraph) -> NodeStrategies:
             if needs_planned_rows(by_axis[axis], before, self.rows, axes[axis]):
+                # A rank that cannot lower rank 0's strategies would not reach the measurement in
+                # which the others wait for it, until a timeout of minutes.
                 return ()
             fitted.append(rescale_interleave(by_axis[axis], before, self.rows, rows))
             return fitted[-1]
@@ -134,6 +136,8 @@ def programs_to_time(
     for count, graph in graphs.items():
         op_strategies = (strategies or {}).get(count)
         setup = build_evaluator(problem, graph, None, op_strategies=op_strategies).setup
+        # Without the number, the program of one micro-batch keeps sums over the batch, which never
+        # run. Its operators could then not be replayed as a step.
         setup = replace(setup, micro_batches=count)
         evaluator = SpmdEvaluator(setup)
         lowered += [evaluator.lowered(config) for config in dict.fromkeys(configs)]

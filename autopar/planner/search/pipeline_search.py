@@ -68,6 +68,7 @@ def capture_micro_batches(
         try:
             return {count: capture(count)}
         except CoupledRowsError as error:
+            # Batch norm, for example, reduces over all micro-batches inside the forward.
             graph = capture(1)
             note = f"one micro-batch instead of {count}: {error}"
             return {1: replace(graph, notes=(*graph.notes, note))}
@@ -181,6 +182,7 @@ def open_pipelines(
             cuts = _named_cuts(strategy, points)
         elif balanced:
             cut = partial(partition_stages, segments, ranks, flights, transfer, paces=setup.paces)
+            # Recomputation is not added yet, so cuts above the cap may still fit later.
             cuts = cut(cap) or cut(None)
         uses, rows = points.stages(cuts or ()), rows_of(setup.graph) * micro_batches
         pipeline = Pipeline(ranks, schedule, micro_batches, stages_per_rank, uses, rows)
@@ -223,6 +225,7 @@ def fastest_pipeline(
     tried.sort(key=lambda item: (item[1].needed_bytes > limit, item[1].step_s))
     finalists = tried[:FINALISTS]
     if cap is not None:
+        # Raised blocks may make the smallest pipeline fit where the fastest ones never do.
         smallest = min(tried, key=lambda item: item[1].needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
     best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s, first)

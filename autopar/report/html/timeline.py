@@ -47,6 +47,7 @@ def timeline(plan: Plan) -> Markup:
         "tracks": [[_data(lane) for lane in track] for track in tracks],
         "memory": curve_data(p),
     }
+    # `</script>` in a name would end the element, even inside a string of JSON.
     safe = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return section(
         "step",

@@ -115,6 +115,7 @@ class Channel:
 
     def finish_exchange(self) -> Exchanged | None:
         """Finishes the exchange in progress; all ranks raise alike if entries or events differ."""
+        # Cleared first: after an error nobody sends these records again, so no later call waits.
         finish, self.finish_pending = self.finish_pending, None
         return None if finish is None else finish()
 

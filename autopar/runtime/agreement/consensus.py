@@ -50,6 +50,7 @@ def broadcast_object(source: int, decide: Callable[[], T]) -> T:
         except AutoparError as error:
             answer = (False, error)
         except Exception as error:
+            # The other ranks wait for this payload, so any error has to travel in it.
             answer = (False, AutoparError(f"rank {source} failed to plan: {error!r}"))
         payload = pickle.dumps(answer)
     exchanged = _open_channel().exchange(f"hears what rank {source} decides", payload=payload)

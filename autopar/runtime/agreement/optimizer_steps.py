@@ -77,6 +77,7 @@ def ids_of(optimizer: Optimizer) -> set[int]:
 
 def _is_coupled(optimizer: Optimizer) -> bool:
     """Whether an optimizer has a state for a part only of a group that it has just stepped."""
+    # Group by group: one without momentum has no state beside one with it, and couples nothing.
     for group in optimizer.param_groups:
         stepped = [p for p in group["params"] if p.grad is not None and not p.is_meta]
         if len({bool(optimizer.state.get(p)) for p in stepped}) > 1:
@@ -105,6 +106,7 @@ def hyperparameters(optimizer: Optimizer) -> str:
 
 def _printable(value: object) -> object:
     if isinstance(value, Tensor):
+        # Reading a tensor on an accelerator would make the host wait for it at every step.
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
     if isinstance(value, (bool, int, float, str, tuple, list)):
         return value

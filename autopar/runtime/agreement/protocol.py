@@ -195,6 +195,7 @@ class Protocol:
         self.channel.start_exchange(
             f"calls {self.name}",
             entries,
+            # A payload costs a second gather, so most calls send none.
             payload=pickle.dumps(told) if is_changed or told.pace else b"",
             samples=[number for sample in own for number in sample.numbers],
             then=compare,
@@ -279,6 +280,7 @@ def _check_norms(exchanged: Exchanged) -> None:
     """Raises DisagreementError on every rank if ranks differentiate another loss of all rows."""
     norms = [struct.unpack("d", struct.pack("q", own[0]))[0] for own in exchanged.samples]
     odd = [r for r, norm in enumerate(norms) if not math.isclose(norm, norms[0], rel_tol=NEAR)]
+    # NaN is close to nothing, not even to NaN: ranks that all have NaN agree.
     if odd and not all(map(math.isnan, norms)):
         raise DisagreementError(
             f"rank(s) {odd} differentiate another loss than rank 0: the gradient of the returned "
@@ -304,6 +306,7 @@ def call_entries(
     options, stage, local = context.options, context.stage, context.index.local.values()
     frozen = [name for name, trained in context.trained_here.items() if not trained]
     num_hooks = sum(len(table) for get in _hook_tables for table in map(get, local) if table)
+    # A stage that trains nothing steps nothing, which must not pass for another optimizer.
     trains_here = any(context.trained_here.values())
     same_groups = "one group" if trains_here and steps.num_groups == 1 else f"stage {stage}"
     is_global = options.batch == "global"

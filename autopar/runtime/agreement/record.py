@@ -57,6 +57,7 @@ def stable_hash(value: object) -> int:
 
 @lru_cache(maxsize=4096)
 def _text_hash(text: str) -> int:
+    # Python's `hash` of a text differs in every process. The shift makes it fit an int64.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -57,6 +57,7 @@ class PendingSamples:
         self._names = [(name, stable_hash(key)) for name, key, _ in parts]
         few = [_few_elements(part) for _, _, part in parts]
         eps = [torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0 for x in few]
+        # 1000 * eps of bfloat16 is beyond 1, and would hide almost any difference.
         self._tolerances = [min(1000 * e, e**0.5) for e in eps]
         self.is_late = not all(map(is_on_host, few))
         self._sums: LateNumbers | list[float]
@@ -104,6 +105,7 @@ def check_samples(numbers: Sequence[Sequence[int]], own: Sequence[Sample]) -> No
         for begin in range(0, len(row), NUMBERS_PER_SAMPLE):
             sample = row[begin : begin + NUMBERS_PER_SAMPLE]
             base, known = first.setdefault(sample[0], (rank, sample))
+            # The key is 0 where a rank sent fewer samples than a record has room for.
             if sample[0] and not _are_close(known, sample):
                 names = [repr(s.name) for s in own if s.numbers[0] == sample[0]]
                 raise DisagreementError(
@@ -175,6 +177,7 @@ def compare_replicas(
         values = gather_objects(own[key].cpu() if key in own else None, event)
         base = first[key]
         distance = max(_distance(values[rank], values[base]) for rank in ranks)
+        # Not `distance > tolerance`: a distance of NaN is a difference, too.
         if not distance <= tolerance:
             name = key.rpartition(" (")[0]
             lines.append(f"{name}: rank(s) {ranks} are off rank {base} by up to {distance:.2e}")

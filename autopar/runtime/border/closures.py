@@ -38,6 +38,7 @@ def after_gradients(
         then()
         return None
 
+    # The closure may run the last micro-batch of a window: before it, gradients are held back.
     def evaluate() -> Any:
         result = closure()
         then()

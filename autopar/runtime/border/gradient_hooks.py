@@ -48,6 +48,7 @@ def leave_out_hooks(
         if gradient is None or len(hooked) > 1:
             for table in tables:
                 for number, hook in table.items():
+                    # A hook wrapped while it was alone does not watch the order: wrap it anew.
                     bare = hook.hook if isinstance(hook, _Present) else hook
                     table[number] = _Present(bare, len(hooked) > 1)
 

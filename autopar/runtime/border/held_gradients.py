@@ -81,6 +81,7 @@ class _Held:
     def add(self, gradient: torch.Tensor) -> None:
         """Adds what autograd accumulates beside calls of the model."""
         if self.reduced is not None:
+            # A kept gradient reduces on every use, so it is plain during this addition.
             _settle(self.reduced).add_(gradient)
             _unsettle(self)
         else:
@@ -103,6 +104,7 @@ class HeldGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # An alias reads nothing, so that `grad.data.zero_()` discards the gradient unreduced.
         if func in (aten.detach.default, aten.alias.default):
             return HeldGradient(args[0]._held)
         if func in (aten.zero_.default, aten._foreach_zero_.default):
@@ -210,6 +212,7 @@ class HeldGradients:
         # programs expect these strides
         self._held[name] = made = _Held(parameter, gradient.contiguous(), parameter.grad, self)
         parameter.grad = HeldGradient(made)
+        # A change of the older gradient would miss the part that is held back from now on.
         _unsettle(made)
 
     def reduce(self) -> None:

@@ -87,10 +87,14 @@ class OutsideGradients:
     def _before(self, name: str, parameter: nn.Parameter, gradients: Any) -> Any:
         """Sees the gradient that a backward adds to a parameter's."""
         (gradient,) = gradients
+        # A call's gradient by itself is averaged already. Its sum with the loop's is averaged
+        # whole: the mean leaves the part that is equal on all ranks.
         if gradient is None or self._from_calls.pop(name, None) == _memory_of(gradient):
             return None
+        # `ShardedTensor` has averaged its plain addends when autograd summed them.
         if isinstance(gradient, DTensor):
             return None
+        # A hook may step by the gradient at once, so the end of the backward is too late.
         if isinstance(parameter, DTensor) or hook_tables_of(parameter):
             return (average_of_ranks(gradient),)
         if not self._pending:

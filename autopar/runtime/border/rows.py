@@ -52,6 +52,7 @@ class RowLayout:
         finish_exchange()
         parts = own.unflatten(shard.dim, (shard.interleave, -1)).movedim(shard.dim + 1, 0)
         sizes = [parts.shape[0] * n // rows[self.index] for n in rows]
+        # gloo gathers parts of equal size only, and ranks may have uneven numbers of rows.
         padded = parts.contiguous()
         if max(sizes) > parts.shape[0]:
             padded = own.new_zeros(max(sizes), *parts.shape[1:])

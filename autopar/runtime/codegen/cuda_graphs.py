@@ -199,8 +199,8 @@ class GraphedFunction:
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, which compiled code depends on."""
-    if 0 in tensor.stride():
+    """A copy with the strides that compiled code depends on; expanded dims become dense."""
+    if 0 in tensor.stride():  # copy_ refuses targets whose elements share memory
         return tensor.clone()
     shape, stride = tensor.shape, tensor.stride()
     return tensor.new_empty_strided(shape, stride).copy_(tensor)

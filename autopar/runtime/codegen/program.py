@@ -323,6 +323,7 @@ def _with_profiled_twin(module: fx.GraphModule, graph: TrainingGraph) -> BoxedFu
     def function_of(code: fx.Graph) -> BoxedFunction:
         code.set_codegen(BoxedCodeGen())
         made = fx.GraphModule(module, code)
+        # fx keeps the text of generated code for ever, also of programs that the cache has dropped
         forget_code_with(made)
         return made.forward
 
@@ -397,6 +398,7 @@ def _with_boxed_arguments(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph with one list as its argument, which it may empty."""
     graph = fx.Graph()
     arguments = graph.placeholder("arguments")
+    # inductor empties a list with this mark, so that each tensor is freed after its last use
     arguments.meta["steal_arg"] = True
     placeholders = module.graph.find_nodes(op="placeholder")
     items = {n: graph.call_function(getitem, (arguments, i)) for i, n in enumerate(placeholders)}

@@ -89,6 +89,8 @@ class Delivery:
         inner, owner = [axis for axis in names if axis != "pp"], self.owners[name]
         is_source = self.mesh.mesh == running_ranks([source])[0]
         from_stage = int(is_source.nonzero()[0, 0])  # pp is the first axis
+        # Process groups run along single axes. So a value goes along pp first, then along one axis
+        # after the other.
         if from_stage != owner and not any(place[axis] for axis in inner):
             value = self._room(value, like)
             dist.broadcast(value, group=self.mesh.get_group("pp"), group_src=from_stage)
@@ -160,6 +162,7 @@ class DeferredValues:
         with torch.no_grad(), without_weight_references(self.model), only_shapes(units):
             for unit in units:
                 self._give_unit(unit, drawn, tensors, delivery)
+                # after each unit, or all weights would be in memory before the first is stored
                 store_parameters(parameters, decisions)
 
     def _give_unit(
@@ -238,6 +241,7 @@ class DeferredValues:
 
         The load raises StrategyError if the values have changed in place by then.
         """
+        # inference tensors have no version counter
         tensors = [x for x in values.values() if isinstance(x, Tensor) and not x.is_inference()]
         versions = [x._version for x in tensors]
 

@@ -122,6 +122,7 @@ def units_of(model: nn.Module, init_fn: InitFunction | None = None) -> Iterator[
         path = modules[-1][0]
         inside = (slot for other, slot in outside if not path or other.startswith(f"{path}."))
         yield Unit(tuple(modules), tuple(slots), tuple(inside))
+        # a rank holds one block at a time, so no module around blocks may write to them
         if path not in blocks:
             outside += [(path, slot) for slot in slots]
 
@@ -176,6 +177,7 @@ def initialize(
             raise
         values, after = _run(unit, unit.slots + unit.below, device, state)
         for name in {slot.name for slot in unit.below if slot.is_first}:
+            # nothing wrote to this one: it keeps the values that another unit gave it
             if _lacks_values(values[name], everywhere=True):
                 del values[name]
     values = {name: value for name, value in values.items() if name in names}
@@ -299,6 +301,7 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 def _without_value(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor like another one, filled with the mark of a missing value."""
     mark = float("nan") if tensor.is_floating_point() or tensor.is_complex() else INTEGER_MARK
+    # torch writes 0 or 1 to a bool: any other byte is one that nothing wrote
     if tensor.dtype == torch.bool:
         made = torch.full(tensor.shape, mark, dtype=torch.uint8, device=device).view(torch.bool)
     else:

@@ -88,6 +88,7 @@ def _int8_average(flat: Tensor, shares: Sequence[float], peers: dist.ProcessGrou
     """The average in int8: each group averages its part of the rows, then all gather the parts."""
     size, codec = len(shares), Int8(INT8_BLOCK)
     width = codec.fit(-(-flat.numel() // size))
+    # an all-reduce cannot add these messages: each int8 block has a scale of its own
     table = torch.nn.functional.pad(flat, (0, size * width - flat.numel())).view(size, width)
     sent = codec.encode(table)
     arrived = torch.empty_like(sent)

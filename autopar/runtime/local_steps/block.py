@@ -41,6 +41,7 @@ class Block:
         self.momentum: dict[str, Tensor] = {}
         if outer.momentum:
             by_name = {n: a for n, a in self.anchors.items() if tensors[n].requires_grad}
+            # torch makes momentum in its first step, but a state dict from before must have it, too
             self.momentum = {name: torch.zeros_like(a.data) for name, a in by_name.items()}
             for name, anchor in by_name.items():
                 self.optimizer.state[anchor][SGD_STATE] = self.momentum[name]

@@ -117,6 +117,8 @@ class Rounds:
             if apart < 0:
                 block.rows = 0.0
             elif apart == 0 and outer.warm_up:
+                # Anchors are from before the warm-up. The outer optimizer must not take all of its
+                # change for that of one round.
                 block.average(self._shares(Outer(), block.rows, ""), plain=True)
             else:
                 if delay and self._ends_round(number, apart - delay):
@@ -170,6 +172,7 @@ class Rounds:
 def drawn_shares(outer: Outer, weights: Sequence[float], draw: str) -> list[float]:
     """Share of each group in an average by its weight, 0 for groups that `draw` leaves out."""
     if outer.participants:
+        # a text seeds all ranks alike, so they draw the same groups without a message
         among = random.Random(f"{outer.seed} {draw}")
         drawn = among.sample(range(len(weights)), outer.participants)
         weights = [weight * (group in drawn) for group, weight in enumerate(weights)]

@@ -89,6 +89,7 @@ class CompressionState:
         found: dict[str, Any] = {MESH_KEY: _text(mesh)}
         for role in sorted(self.tensors, key=_key):
             part = self.tensors[role]
+            # `DTensor.from_local` takes the shards of all ranks to be as large as this one.
             part = _padded(part, self.padded_shapes.get(role, tuple(part.shape)))
             part = part.view([1] * mesh.ndim + list(part.shape)).clone()
             found[_key(role)] = DTensor.from_local(part, mesh, placements, run_check=False)

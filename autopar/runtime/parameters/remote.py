@@ -219,10 +219,12 @@ def _run(func: Any, args: Any, kwargs: Any, like: _Remote) -> Any:
         return _assign(*args)
     else:
         _check_graphs(args, kwargs, like)
+        # A DTensor would gather its shards here, and this one has no values.
         args, kwargs = pytree.tree_map_only(RemoteShard, _without_layout, (args, kwargs))
     try:
         with without_subclasses(), ShapesAlone(like.origin.device):
             result = func(*args, **kwargs)
+    # Some errors of autopar are ValueErrors, which the next clause would replace.
     except AutoparError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:  # torch's, where it needs values

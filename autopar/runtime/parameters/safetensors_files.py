@@ -100,6 +100,7 @@ def _opened(file: Path) -> Iterator[Any]:
             "load_pretrained needs safetensors: pip install 'autopar[safetensors]'."
         ) from error
     try:
+        # `open_file` refuses a pipe, at which `safe_open` would wait forever.
         with open_file(file), safe_open(str(file), framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:

@@ -38,6 +38,7 @@ class ShapesAlone(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = _tensors_of((args, kwargs))
         is_mixed = len({tensor.is_meta for tensor in tensors}) > 1
+        # Run together, it would write stand-ins for other ranks' values into this rank's tensors.
         if is_mixed and func.overloadpacket.__name__.startswith("_foreach_"):
             return self._run_apart(func, args, kwargs)
         return self._run(func, args, kwargs)

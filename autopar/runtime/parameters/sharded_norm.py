@@ -38,6 +38,7 @@ class _Norm:
     @staticmethod
     def of(tensor: DTensor, order: float) -> _Norm:
         part = local_tensor(tensor)
+        # torch refuses the infinity norm of an empty tensor, and a rank's shard may be empty.
         norm = torch.linalg.vector_norm(part, order) if part.numel() else part.new_zeros(())
         axes = tuple(i for i, placement in enumerate(tensor.placements) if is_sharded(placement))
         return _Norm(norm, order, tensor.device_mesh, axes)
@@ -111,6 +112,7 @@ def total_norm(
     tensors: Sequence[torch.Tensor], order: float, foreach: bool | None = None
 ) -> torch.Tensor:
     """`torch.nn.utils.get_total_norm` of tensors that the ranks have agreed to read."""
+    # A norm of order 0 counts elements: the norm of the parts' norms would count parts.
     if order <= 0 or not any(isinstance(tensor, DTensor) for tensor in tensors):
         return nn.utils.get_total_norm([*map(whole_tensor, tensors)], order, foreach=foreach)
     norms = [_Norm.of(x, order) if isinstance(x, DTensor) else x.norm(order) for x in tensors]

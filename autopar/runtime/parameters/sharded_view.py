@@ -30,6 +30,7 @@ class Root:
     def refresh(self) -> None:
         """Takes up what was written to the base since."""
         if version_of(self.base) != self._version:
+            # In place, since the loop's views are views of this memory.
             self.whole.copy_(read_whole(self.base))
             self._version = version_of(self.base)
 

@@ -47,6 +47,7 @@ def check_own_memory(model: nn.Module) -> None:
                     "compute the other tensor in forward, copy it (clone()), or give a strategy "
                     "that leaves parameters whole."
                 )
+        # The one that reaches furthest: a small view in a large tensor must not hide what follows.
         if last is None or last[0] != place[0] or place[2] > last[2]:
             last = place
 

@@ -76,6 +76,7 @@ def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
 def full_tensor(tensor: DTensor, **options: Any) -> torch.Tensor:
     """The unsharded tensor, gathered along its axes from the last to the first."""
     part, mesh = tensor.to_local(), tensor.device_mesh
+    # Later axes divide the shards of earlier ones, so that the last axis is gathered first.
     for axis in reversed(range(mesh.ndim)):
         shape = torch.Size(len(_indices(tensor, dim, axis)) for dim in range(tensor.dim()))
         axis_mesh = mesh[(mesh.mesh_dim_names or ())[axis]]

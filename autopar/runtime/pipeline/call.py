@@ -70,6 +70,8 @@ class PipelineCall:
             n: local_part(p).detach() for n, p in index.parameters.items() if not is_remote(p)
         }
         self.buffers = index.buffers()
+        # Interleaved gradients are scaled once the true gradient of the loss arrives. Those that
+        # no_sync holds are sums over several calls, which no one factor corrects.
         self.interleaves_backward = (
             compiled.graphs.can_interleave_backward
             and not self.no_sync
@@ -120,6 +122,8 @@ class PipelineCall:
             self.parameters |= compiled.send_tied_params(self.parameters)
             if compiled.differentiates and self.interleaves_backward:
                 (loss,) = compiled.graphs.tangents
+                # Backwards begin before the loop gives the loss a gradient. The last call's is
+                # assumed, and run_backward corrects it.
                 tangent = self.loss_tangent
                 if isinstance(tangent, float):
                     tangent = cached_scalar(tangent, compiled.device)
@@ -147,6 +151,7 @@ class PipelineCall:
             for r in prologue.graph.outputs
             if isinstance(r, roles.MicrobatchPartial)
         }
+        # all stages have the same rows: the first stage counts them for all
         self.totals |= self._sum_over_ranks({} if self.compiled.pp_rank else partials, fakes)
 
     def _run_epilogue(self) -> list[torch.Tensor]:
@@ -157,6 +162,7 @@ class PipelineCall:
             partials = {
                 index: value
                 for index, value in self.partials.items()
+                # data-parallel ranks all have these in full, and a sum would count each
                 if is_first or index not in compiled.graphs.replicated_partials
             }
             self.totals |= self._sum_over_ranks(partials, compiled.fake_partials)
@@ -180,6 +186,8 @@ class PipelineCall:
         options, ordered = self.compiled.options, sorted(fakes.items())
         ranks, sizes = options.plan.model_parallel_size, [fake.numel() for _, fake in ordered]
         device = self.compiled.device
+        # Process groups run along single axes, or are the world. So each tensor-parallel coordinate
+        # gets a row of a table that the world sums.
         table = torch.zeros(ranks, sum(sizes), dtype=torch.float64, device=device)
         pieces = table[options.rank % ranks].split(sizes)
         for (index, _), piece in zip(ordered, pieces, strict=True):
@@ -188,6 +196,7 @@ class PipelineCall:
         if options.plan.world_size > 1:
             dist.all_reduce(table, group=self.context.world)
         pairs = zip(ordered, pieces, strict=True)
+        # copies, or float64 totals would be views of one table
         return {i: x.view(fake.shape).to(fake.dtype, copy=True) for (i, fake), x in pairs}
 
     def _broadcast_output(self, index: int, stage: int) -> torch.Tensor:
@@ -246,6 +255,7 @@ class PipelineCall:
                 self.compiled.split_schedules[1].run(self)
             if not self.no_sync and not self.tied_grads_reduced:
                 self.compiled.reduce_tied_grads(self.parameters, self.gradients)
+                # a second backward only scales these gradients: their sum must not be taken twice
                 self.tied_grads_reduced = self.interleaves_backward
 
     def _scale_gradients(self, tangents: Mapping[int, torch.Tensor]) -> None:
@@ -276,6 +286,7 @@ class PipelineCall:
             is_trained = name in self.compiled.outputs_by_gradient
             return torch.empty_like(local_part(parameter.detach())) if is_trained else None
         if retain_graph and self.interleaves_backward:
+            # a second backward scales these in place, and would change the loop's .grad
             return gradients[name].clone() if name in gradients else None
         return gradients.pop(name, None)
 

@@ -153,7 +153,7 @@ class CompiledPipelineCall:
     def reduce_tied_grads(
         self, parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
     ) -> None:
-        """Sends local gradients of tied parameters to their owners, which add them up in place."""
+        """Sends local gradients of tied parameters to their owners, which add them up."""
         received, transfers = [], []
         for name, owner, others in self._trained_elsewhere:
             if self.pp_rank == owner:

@@ -80,6 +80,7 @@ class Schedule:
         runtime = PipelineRuntime(
             stages, self.micro_batches, scale_grads=False, backward_requires_autograd=False
         )
+        # gloo sends nothing before the receiver asks, so CPUs post receives before they compute
         actions = with_transfers(self.orders, hoisted=self.device.type == "cpu")
         give_actions(runtime, [list(of_rank) for of_rank in actions])
         runtime._stages_forward_initialized = True  # shapes need no inference

@@ -117,6 +117,8 @@ class Stage:
         saved = call.saved[key] if call.retain_graph else call.saved.pop(key)
         saved_roles = (r for r in backward.graph.inputs if isinstance(r, roles.Saved))
         known = received | dict(zip(saved_roles, saved, strict=True))
+        # `known` holds the only references now. So `_run` frees each activation after its use, not
+        # after the whole backward.
         received.clear()
         del saved
         later = frozenset(role for graph in rest for role in graph.graph.inputs)

@@ -43,6 +43,7 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
     if names:
         return mesh[names]
+    # parameters may be DTensors already, and these need a mesh even if one rank has the stage
     single_ranks = mesh.mesh.view(-1, 1)
     return mesh_over(torch.device(mesh.device_type), single_ranks, ("pp", DATA_AXIS))[DATA_AXIS]
 

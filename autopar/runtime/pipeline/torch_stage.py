@@ -83,6 +83,7 @@ class TorchStage(PipelineStageBase):
         table[micro], ops = {}, []
         for role in _sorted_roles(fakes, StageInput):
             fake, dims = fakes[role], dims_by_stride(fakes[role])
+            # messages are dense, and the strides of a slice would cost memory for its gaps
             value = torch.empty_permuted(fake.shape, dims, dtype=fake.dtype, device=self.device)
             table[micro][role] = value
             ops.append(self._transfer(dist.irecv, value.permute(dims), offset))
@@ -114,4 +115,5 @@ class TorchStage(PipelineStageBase):
 
 
 def _sorted_roles(roles: Iterable[Any], kind: type) -> list[Any]:
+    # both ends must post the transfers of a link in the same order
     return sorted((role for role in roles if isinstance(role, kind)), key=lambda r: r.value)

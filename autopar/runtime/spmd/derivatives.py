@@ -55,6 +55,7 @@ def differentiated(
     first = len(call.shard.call.leaves)
     operands |= {first + i: t for i, t in enumerate(entered.values()) if t.requires_grad}
     with torch.enable_grad(), _autocast_of(call):
+        # compared under the call's autocast: loops call backward() outside of their autocast block
         if call.modes != call.context.modes:
             raise StrategyError(
                 "a gradient is computed with create_graph=True, and the model was called in "

@@ -87,6 +87,7 @@ class SpmdExecutor:
         outputs: tuple[torch.Tensor, ...]
         with torch.enable_grad(), context.without_autocast(), replayed:
             outputs = apply_function(SpmdFunction, again, *operands.values())
+        # the call itself has written them: running statistics would take this batch twice
         again.updates.clear()
         finish_exchange()
         return outputs
@@ -110,6 +111,7 @@ class SpmdExecutor:
     ) -> Program:
         context = self.context
         program, ragged = self.programs.get(key), context.options.ragged
+        # captures are compared across ranks, so one rank's new sizes make all build a program
         is_made = have_all(program is not None) if ragged else program is not None
         if program is not None and is_made:
             return program
@@ -242,9 +244,12 @@ class SpmdCall:
         program, context = self.program, self.context
         self._check_current()
         if not program.tangents.issuperset(tangents):
+            # Captures take gradients of scalar outputs alone, since a zero gradient of logits would
+            # be a full-size tensor. Another output has one now, so later calls take all.
             context.all_tangents = True
             program = self._program_again(self.no_sync)
             with context.rng.replayed(self.random_state):
+                # in place, or the caller's list would keep the first forward's tensors alive
                 saved[:] = self.run_forward(program)[1]
         backward, unreduced = program.backward, context.held_gradients.names
         if unreduced and not self.no_sync:
@@ -254,6 +259,7 @@ class SpmdCall:
         saved.clear()
         keeps_graph = backward_keeps_graph()
         if backward.donated_args and keeps_graph:
+            # the kernels write over these, and another backward will read them
             for place in backward.donated_args:
                 arguments[place] = arguments[place].clone()
         with explaining_comm_errors("backward"):
@@ -359,6 +365,7 @@ class SpmdFunction(torch.autograd.Function):
         by_operand = dict(zip(call.operands, nodes, strict=True))
         left_out = _left_out(by_operand) if call.no_sync else frozenset[str | int]()
         saved = list(ctx.saved_tensors)
+        # the node would hold every activation until this backward returns
         ctx.maybe_clear_saved_tensors()
         with call.context.turn, torch.no_grad():
             results = call.run_backward(saved, tangents, left_out)

@@ -112,6 +112,7 @@ class Gathered:
                     "gradients of calls inside of model.gathered() are dropped. Train by calls of "
                     "the compiled model.",
                 )
+            # Versions do not tell: writes to `.data` count none, and a parameter may be replaced.
             if checksum(value) != self.checksums[name]:
                 found[name] = value.detach()
         return found
@@ -151,6 +152,7 @@ def whole_values(
     found = {}
     for parameter in model.parameters():
         value = whole_tensor(remote.get(parameter, parameter).detach())
+        # In shared memory changes would reach the parameter at once: no error could drop them.
         is_shared = storage_key(value) == storage_key(local_tensor(parameter))
         found[parameter] = value.clone() if is_shared else value
     return found

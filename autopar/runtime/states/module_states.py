@@ -47,6 +47,7 @@ class StatefulModule(PlannedModule):
             rank0_only: return an empty dict on all ranks but 0, to spare the hosts' memory.
         """
         if not self._num_gathered:
+            # Inside of gathered() nothing has to be gathered, so a rank may call this alone.
             self._agree("gathers the state dict of")
         found = self.state_dict()
         found.pop(STATE_DICT_KEY, None)

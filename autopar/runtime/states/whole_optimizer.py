@@ -73,6 +73,7 @@ class WholeParameters:
             else:
                 gradient = torch.empty_like(copy)
             if stages is not None:
+                # A broadcast into the gradient itself could overwrite the parameter's `.grad`.
                 gradient = gradient.clone()
                 dist.broadcast(gradient, group=stages, group_src=owners[index])
             copy.grad = gradient.to(copy)

@@ -68,6 +68,7 @@ class CollectiveLog:
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         self.start(what)
+        # No finally: a wait that failed stays current, for the error's text.
         yield
         self.finish()
 

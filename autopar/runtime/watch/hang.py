@@ -148,6 +148,7 @@ class Watcher(threading.Thread):
     def ask(self) -> dict[int, Whereabouts]:
         """Places of the ranks that answer, by rank."""
         store, recent = self._store, time.monotonic() - SAME_QUESTION_S
+        # Ranks time out at about the same time: answers to one question serve them all.
         question = store.add(f"{_QUESTIONS}/count", 0) - 1  # another rank's
         if question < self._next and (self.answered is None or self.answered[1] < recent):
             question = store.add(f"{_QUESTIONS}/count", 1) - 1

@@ -52,6 +52,7 @@ def _fastest(step: int, group: dist.ProcessGroup) -> float:
     sent, received = torch.zeros(2, PROBE_BYTES, dtype=torch.uint8)
     found = []
     for _ in range(TRANSFERS):
+        # Without it, the time would include how late the sender begins.
         dist.barrier(group)
         begin = perf_counter()
         receive = dist.irecv(received, group=group, group_src=(rank - step) % size)

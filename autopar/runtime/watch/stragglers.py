@@ -115,6 +115,7 @@ def slow_ranks(paces: Sequence[Pace]) -> dict[int, float]:
     found = {}
     for rank, pace in enumerate(paces):
         peers = [each for each in paces if each.stage == pace.stage]
+        # median_low: of two ranks, the mean of both would hide the slow one.
         middle = median_low(each.work_s for each in peers)
         by_row = pace.work_s_per_row / median_low(each.work_s_per_row for each in peers)
         matters = pace.work_s - middle >= MATTERS * (pace.work_s + pace.waited_s)

@@ -66,6 +66,7 @@ def _embedding_backward(ctx: LoweringContext) -> list[fx.Node]:
     gradient, indices, entries, padding, by_frequency = ctx.arguments.args
     _, width = ctx.chunk(entries)
     local, known = local_indices(ctx, indices, entries)
+    # `local` renumbers entries, so the kernel cannot tell the padding entry by its number.
     if padding >= 0:
         real = ctx.op(aten.ne.Scalar, indices, padding)
         known = ctx.op(aten.logical_and.default, known, real)
@@ -149,6 +150,7 @@ def _scatter_add(ctx: LoweringContext) -> list[fx.Node]:
     target, indices, summands = ctx.shards
     dim = ctx.shard.dim
     local, known = local_indices(ctx, indices, ctx.operator.operands[0].shape[dim])
+    # torch lets summands exceed their indices in any dim; `known` has the indices' shape.
     for each, size in enumerate(value(local).shape):
         summands = ctx.op(aten.slice.Tensor, summands, each, 0, size)
     summands = zero_unless(ctx, known, summands)

@@ -57,6 +57,7 @@ def _weights(
     """The weight of each row: of its class or 1, and 0 if it is ignored."""
     if weights is None:
         return ctx.cast(counted, value(log).dtype)
+    # An ignored target, such as -100, is no index into the weights.
     number = ctx.op(aten.where.ScalarOther, counted, target, 0)
     return zero_unless(ctx, counted, ctx.op(aten.index.Tensor, weights, [number]))
 
@@ -82,6 +83,7 @@ def _nll_loss_rows(ctx: LoweringContext) -> list[fx.Node]:
     else:  # of targets alone, so that it does not wait for the loss
         counted = ctx.op(aten.ne.Scalar, target, ignored)
         total = ctx.op(aten.sum.default, counted, dtype=value(log).dtype)
+    # Other small sums over rows are in float64, too, and sums of one dtype share a message.
     sums = ctx.all_reduce(*(ctx.cast(node, torch.float64) for node in (loss, total)))
     loss, total = (ctx.cast(node, value(log).dtype) for node in sums)
     return [ctx.op(aten.div.Tensor, loss, total), total]

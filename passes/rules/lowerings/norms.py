@@ -235,6 +235,7 @@ def _batch_norm_backward(ctx: LoweringContext) -> list[fx.Node | None]:
         offset = scale * sum_dy - slope * mean
         return direct - (x * slope.view(shape) + offset.view(shape)).to(whole.dtype)
 
+    # Outside of training, kernels read running statistics and ignore the saved inverse.
     variance = ctx.trace(lambda inverse: (inverse * inverse).reciprocal() - eps, inverse)
     args = (x, weight, mean, variance, mean, inverse, False, eps, [True, True, True])
     constant = ctx.op(ctx.operator.target, dy, *args)

@@ -26,6 +26,8 @@ def _cumsum(ctx: LoweringContext) -> list[fx.Node]:
     totals = ctx.gather_stacked(ctx.op(aten.slice.Tensor, local, dim, width - 1, width))
     later = [0, 0] * (value(totals).dim() - 1) + [1, -1]
     before = ctx.op(aten.constant_pad_nd.default, totals, later)
+    # Every rank sums all totals and selects one: programs of ranks must be alike, so that
+    # another axis can divide them.
     sums = ctx.op(aten.cumsum.default, before, 0, dtype=dtype)
     return [ctx.op(aten.add.Tensor, local, ctx.op(aten.select.int, sums, 0, ctx.rank))]
 
@@ -35,6 +37,7 @@ def _cumsum(ctx: LoweringContext) -> list[fx.Node]:
 
 def _reduced(operator: Operator) -> list[Loop]:
     """(source, dims): each reduced dim, if the dtype is signed; results are whole."""
+    # Minima are computed as maxima of negated values, and unsigned dtypes cannot be negated.
     is_signed = operator.operands[0].dtype.is_signed
     return over_dims(None, interleavable=False)(operator) if is_signed else []
 

@@ -66,6 +66,7 @@ def _reduced_dims(operator: Operator) -> list[Loop]:
 def _logsumexp(ctx: LoweringContext) -> list[fx.Node | None]:
     x, dims = ctx.upcast(ctx.shards[0]), ctx.operator.args[1]
     (top,) = ctx.all_reduce(ctx.op(aten.amax.default, x, dims, True), op="max")
+    # An infinite maximum less itself is NaN; torch's logsumexp subtracts 0 there, too.
     top = ctx.trace(lambda top: top.masked_fill(top.isinf(), 0.0), top)
     _, _, total = _exponentials(ctx, x, top, dims)
     shape = list(ctx.operator.results[0].shape)

@@ -37,6 +37,7 @@ def infer_batch_dims(
     write_doubled(graph, doubled)
     candidates = iter([node for node in graph.nodes if node.op != "placeholder"])
     for node in new_nodes:
+        # Twice the rows may need a copy that one row does not, so extra twins are skipped.
         twin = next(other for other in candidates if other.target is node.target)
         node.meta["batch_dims"] = tuple(
             () if a is None else tuple(d for d, n in enumerate(a.shape) if b.shape[d] != n)

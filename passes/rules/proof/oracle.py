@@ -61,6 +61,7 @@ def unshard(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor
 def is_correct(operator: Operator, op_strategy: OpStrategy, ranks: int) -> bool:
     """Whether an operator on real tensors computes the same by a strategy as on one device."""
     gpus = {t.device.index for t in operator.operands if t.device.type == "cuda"}
+    # Lowerings of random operators draw the whole on every rank, so both runs take one seed.
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(0)
         local_results = run_on_shards(operator, op_strategy, ranks)
