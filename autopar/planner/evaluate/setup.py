@@ -27,9 +27,9 @@ from autopar.plan.partition import NodeStrategies
 from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction
 from autopar.plan.report_data import TimelineEvent
-from autopar.plan.zero_shards import shard_replicated
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.overlap_scheduler import schedule
+from autopar.planner.evaluate.zero_shards import shard_replicated
 
 IN_FLIGHT = 2
 """Reduce-scatters in flight; more would keep more unsharded gradients alive."""

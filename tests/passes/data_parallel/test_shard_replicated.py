@@ -15,7 +15,7 @@ from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.plan.partition import Partition
-from autopar.plan.zero_shards import shard_replicated
+from autopar.planner.evaluate.zero_shards import shard_replicated
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype
