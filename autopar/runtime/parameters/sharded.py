@@ -85,12 +85,13 @@ class ShardedTensor(DTensor):
         if func is aten.new_empty_strided.default and list(args[1]) == list(args[0].shape):
             # autograd copies a gradient that something else holds, on one rank perhaps
             func, args = aten.empty_like.default, args[:1]
+        runs_autograd = torch.is_grad_enabled() or current_backward() >= 0
         with torch.no_grad():
             # Autograd sums the gradients of a parameter before any hook sees them. A sharded sum
             # keeps this rank's part alone of a plain addend, so ranks average the addend first.
             if func in _SUMS and current_backward() >= 0:
                 args = _averaged(func, args)
-            if _is_elementwise(func) and not _differs_by_rank(args, kwargs):
+            if _is_elementwise(func) and not (runs_autograd and _differs_by_rank(args, kwargs)):
                 try:
                     return _run_on_parts(func, args, kwargs)
                 except _Unaligned:
@@ -232,18 +233,18 @@ def _averaged(func: OpOverload, args: Any) -> Any:
 
 
 def _differs_by_rank(args: Any, kwargs: Any) -> bool:
-    """Whether autograd runs an operator on plain values that differ between ranks.
+    """Whether an operator that autograd runs reads plain values that differ between ranks.
 
     Under `batch="local"` a loop may scale a penalty by its own loss. Each part of the result would
     then be of another rank's numbers, and no rank would have its own result.
     """
-    agreement, leaves = channel(), pytree.tree_leaves((args, kwargs))
+    agreement = channel()
     if agreement is None or not agreement.averages_gradients:
         return False
-    if current_backward() < 0 and not any(
-        isinstance(x, DTensor) and x.requires_grad for x in leaves
-    ):
-        return False  # an optimizer's
+    leaves = pytree.tree_leaves((args, kwargs))
+    trained = (isinstance(x, DTensor) and x.requires_grad for x in leaves)
+    if current_backward() < 0 and not any(trained):
+        return False  # of `.data`, as in a loop's own optimizer
     values = [_comparable(x) for x in leaves if not isinstance(x, DTensor)]
     values = [value for value in values if value is not None]
     if not values:
