@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -20,7 +19,7 @@ from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.outer import PlannedSteps
 from autopar.plan.overlap import Overlap
-from autopar.plan.partition import REPLICATED_OVER, Partition
+from autopar.plan.partition import Partition
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.recompute import Level
 
@@ -115,12 +114,6 @@ class Decisions:
     def model_parallel_size(self) -> int:
         """Number of model-parallel ranks: the product of tp, cp and ep."""
         return self.world_size // self.dp_size // self.pp_size
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks that hold the same dense parameters, unless ZeRO shards them."""
-        sizes = dict(self.mesh)
-        return self.dp_size * prod(sizes.get(axis, 1) for axis in REPLICATED_OVER)
 
     def digest(self) -> str:
         """Hash of all decisions; must be equal on all ranks."""

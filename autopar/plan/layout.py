@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from autopar.common.checks import count
 from autopar.ir.graph import ParameterInfo
@@ -16,6 +17,7 @@ from autopar.ir.mesh_levels import (
 )
 from autopar.ir.placement import Placement, Replicate, Shard, chunk_of, placement_of
 from autopar.plan.decisions import Decisions
+from autopar.plan.partition import REPLICATED_OVER
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Layout:
             stage for _, stage in self.decisions.zero_stages
         )
         return sharded or any(partition.stored for partition in self.decisions.partitions)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same dense parameters, unless ZeRO shards them."""
+        sizes = dict(self.decisions.mesh)
+        return self.decisions.dp_size * prod(sizes.get(axis, 1) for axis in REPLICATED_OVER)
 
     @property
     def interleaves(self) -> bool:

@@ -34,22 +34,22 @@ class Partition:
         axis: name of the axis.
         ranks: size of the axis.
         parameters: name and placement text of each parameter that operators read sharded.
-        zero: name and placement text of each other parameter that ZeRO shards over the axis, and
-            that is gathered before its uses.
         graph: `graph_hash` of the graph of `strategies`.
         rows: rows of the first rank's batch in that graph; 0 if the rank has all rows.
         strategies: text of each strategy, and the names of its nodes.
         bucket_bytes: bucket size of gradient sums along the axis, in bytes.
+        zero: name and placement text of each other parameter that ZeRO shards over the axis, and
+            that is gathered before its uses.
     """
 
     axis: str
     ranks: Ranks
     parameters: tuple[tuple[str, str], ...] = ()
-    zero: tuple[tuple[str, str], ...] = ()
     graph: str = ""
     rows: Count = 0
     strategies: tuple[tuple[str, tuple[str, ...]], ...] = ()
     bucket_bytes: Positive = BUCKET_BYTES
+    zero: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, op_strategies: NodeStrategies) -> Partition:

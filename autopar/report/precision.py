@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.plan.layout import Layout
+
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
@@ -28,7 +30,7 @@ def precision_line(plan: Plan) -> Iterator[str]:
     count = sum(size / sizes[name] for name, size in plan.parameter_dtypes)
     nbytes = total * (2 + plan.optimizer_state_ratio) / count
     compute = plan.precision or main
-    gathers = plan.replicas > 1 and any(stage for _, stage in plan.zero_stages)
+    gathers = Layout(plan).replicas > 1 and any(stage for _, stage in plan.zero_stages)
     if main == "bfloat16":
         stored += " (no fp32 copy: small updates are rounded away)"
     work = plan.prediction.work if plan.prediction else None

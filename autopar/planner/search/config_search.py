@@ -14,6 +14,7 @@ from autopar.common.deadline import TimeIsOver, arm
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
 from autopar.plan.buckets import BUCKET_BYTES
+from autopar.plan.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import ALL_LEVELS, LEVELS, PARTITIONED_LEVELS, Level
 from autopar.plan.search_outcome import SearchOutcome
@@ -179,7 +180,7 @@ class _ConfigSearch:
         The first result is the most sharded one that cannot fit, None if there is none.
         """
         base, zero_stages = self.setup.base, [0]
-        if self.strategy.zero is None and base.replicas > 1:
+        if self.strategy.zero is None and Layout(base).replicas > 1:
             # stage 2 differs from 1 only where several micro-batches accumulate
             zero_stages = [0, 1, 2, 3] if self.strategy.pipelined else [0, 1, 3]
             if base.hybrid:

@@ -238,13 +238,13 @@ def _differs_by_rank(args: Any, kwargs: Any) -> bool:
     Under `batch="local"` a loop may scale a penalty by its own loss. Each part of the result would
     then be of another rank's numbers, and no rank would have its own result.
     """
-    agreement = channel()
-    if agreement is None or not agreement.averages_gradients:
-        return False
     leaves = pytree.tree_leaves((args, kwargs))
     trained = (isinstance(x, DTensor) and x.requires_grad for x in leaves)
     if current_backward() < 0 and not any(trained):
         return False  # of `.data`, as in a loop's own optimizer
+    agreement = channel()
+    if agreement is None or not agreement.averages_gradients:
+        return False
     values = [_comparable(x) for x in leaves if not isinstance(x, DTensor)]
     values = [value for value in values if value is not None]
     if not values:
