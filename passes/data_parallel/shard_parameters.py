@@ -60,8 +60,8 @@ class ShardParameters(Pass):
             if info.name in chunks:
                 node.meta["placement"] = Shard(chunks[info.name].dim)
         shard_inputs(graph, chunks, stages)
-        own = {name: Shard(chunk.dim) for name, chunk in chunks.items()}
-        return PassResult(replace(graph, layouts={**graph.layouts, **own}))
+        shards = {name: Shard(chunk.dim) for name, chunk in chunks.items()}
+        return PassResult(replace(graph, layouts={**graph.layouts, **shards}))
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,10 @@ def scatter(graph: TrainingGraph, gradient: fx.Node, chunk: Chunk, name: str) ->
     if total is None:
         end = begin + width
         part = call(graph.graph, gradient, aten.slice.Tensor, gradient, chunk.dim, begin, end)
-        own = call(graph.graph, gradient, aten.clone.default, part)
-        for node in (part, own):
+        copy = call(graph.graph, gradient, aten.clone.default, part)
+        for node in (part, copy):
             node.meta |= {key: gradient.meta[key] for key in KEPT if key in gradient.meta}
-        return own
+        return copy
     (operand,) = total.start.all_input_nodes
     graph.graph.inserting_before(total.start)
     front = swapped(graph.graph, total.start, operand, total.dim)

@@ -65,8 +65,8 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
 def held_share(model: nn.Module) -> float:
     """Share of a model's parameters that this rank holds between steps."""
     parameters = list(model.parameters())
-    own = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
-    return own / sum(p.numel() for p in parameters)
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+    return sum(part.numel() for part in parts) / sum(p.numel() for p in parameters)
 
 
 def slow(*values: Any) -> Any:

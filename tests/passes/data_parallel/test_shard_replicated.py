@@ -1,6 +1,5 @@
 """Parameters that an axis replicates, sharded over it: the ranks together are one device."""
 
-from dataclasses import replace
 from glob import escape
 
 import pytest
@@ -35,8 +34,8 @@ def test_ranks_equal_one_device(name: str, ranks: int, stage: int) -> None:
     pins = {escape(parameter): Replicate() for parameter in graph.parameters}
     strategies = partition_by_bytes(graph, ranks, pins)
     trained = [info for info in graph.parameters.values() if info.requires_grad]
-    cp = replace(Partition("cp", ranks), axis="cp")
-    ((shards),) = (each.zero for each in shard_replicated([cp], trained))
+    (cp,) = shard_replicated([Partition("cp", ranks)], trained)
+    shards = cp.zero
     layouts = {name: placement_of(text) for name, text in shards}
     assert len(layouts) > len(trained) / 2
     stages = tuple((info.block, stage) for info in trained)
