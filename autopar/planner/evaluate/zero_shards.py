@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import Shard, can_cut, chunk_of, shard_dim
+from autopar.ir.placement import Replicate, Shard, can_cut, shard_dim
+from autopar.passes.rules.local_args import local_shape
 from autopar.plan.partition import REPLICATED_OVER, Partition
 
 
@@ -22,14 +23,11 @@ def shard_replicated(
     for info in parameters:
         shape = list(info.shape)
         for partition in partitions:
-            placement = partition.layouts.get(info.name)
-            if isinstance(placement, Shard):
-                pieces = placement.interleave
-                rows = shape[placement.dim] // pieces
-                shape[placement.dim] = chunk_of(rows, partition.ranks, 0)[1] * pieces
-            elif partition.axis in REPLICATED_OVER and shape:
+            placement = partition.layouts.get(info.name, Replicate())
+            if placement == Replicate() and partition.axis in REPLICATED_OVER and shape:
                 dim = shard_dim(shape, partition.ranks)
                 if can_cut(shape[dim], partition.ranks):
-                    shards[partition.axis].append((info.name, str(Shard(dim))))
-                    shape[dim] = chunk_of(shape[dim], partition.ranks, 0)[1]
+                    placement = Shard(dim)
+                    shards[partition.axis].append((info.name, str(placement)))
+            shape = local_shape(shape, placement, partition.ranks)
     return tuple(replace(each, zero=tuple(shards[each.axis])) for each in partitions)
