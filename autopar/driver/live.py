@@ -251,7 +251,7 @@ class LivePlanner:
         warn_once(FallbackWarning, f"{told}\n{describe_fallback_differences(model)}")
         mesh = make_mesh(problem.device, ((DATA_AXIS, ranks),))
         assert mesh is not None
-        return wrap_with_ddp_or_fsdp(model, mesh, shard=shard)
+        return wrap_with_ddp_or_fsdp(model, mesh, reason, shard=shard)
 
     @staticmethod
     def make_strategies(graph: TrainingGraph, partition: Partition) -> NodeStrategies:

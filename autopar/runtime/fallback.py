@@ -52,10 +52,15 @@ def check_can_fall_back(model: nn.Module, reason: CaptureError, *, shard: bool) 
         ) from reason
 
 
-def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) -> nn.Module:
+def wrap_with_ddp_or_fsdp(
+    model: nn.Module, mesh: DeviceMesh, reason: CaptureError, *, shard: bool
+) -> nn.Module:
     """The model under DDP, or under fully_shard block by block.
 
     Blocks that share a parameter are sharded together with the root module.
+
+    Raises:
+        StrategyError: fully_shard refuses the model, as one with a scalar parameter.
     """
     if not shard:
         rows = _WritesByRows()
@@ -65,9 +70,15 @@ def wrap_with_ddp_or_fsdp(model: nn.Module, mesh: DeviceMesh, *, shard: bool) ->
         return ReplicatedModel(model) if has_dtensors else with_ddp(model)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     blocks = list(find_separate_blocks(model))
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    sharded: nn.Module = fully_shard(model, mesh=mesh)  # type: ignore[assignment]
+    try:
+        for block in (*blocks, model):
+            fully_shard(block, mesh=mesh)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise StrategyError(
+            f"{reason} fully_shard cannot train the model instead: {first_line(error)} Change "
+            'forward, or give strategy="ddp".'
+        ) from error
+    sharded = model
     for name, parameter in sharded.named_parameters():
         if name in gradients:  # of backwards of the plain model
             assert isinstance(parameter, DTensor)

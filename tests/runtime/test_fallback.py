@@ -317,6 +317,28 @@ def test_sharding_late_is_refused() -> None:
         assert "example_inputs" in answer[1]
 
 
+class Scaled(Branching):
+    """A model with a scalar parameter, which fully_shard refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def shard_scalars(rank: int, world_size: int) -> None:
+    autopar.compile(Scaled().double(), strategy="zero3", example_inputs=(rows(0),))
+
+
+def test_what_sharding_refuses_is_told() -> None:
+    for kind, message in run(shard_scalars, 2, expect_errors=True):
+        assert kind == "StrategyError"
+        assert "scalar parameters" in message
+        assert 'strategy="ddp"' in message
+
+
 class Writing(Branching):
     """A model whose forward changes a parameter in place."""
 
