@@ -14,6 +14,14 @@ NEWEST_TORCH = 2, 15
 PLAIN = "AUTOPAR_PLAIN"
 """Variable: "1" to train the plain model, under DistributedDataParallel on several ranks."""
 
+VERIFY = "AUTOPAR_VERIFY"
+"""Variable: folder of `autopar verify`, set in the processes that it starts."""
+
+
+def is_verified() -> bool:
+    """Whether `autopar verify` runs this process, whose steps nobody wants to keep."""
+    return VERIFY in os.environ
+
 
 def asks_for_plain() -> bool:
     """Whether the user wants the plain model in place of the compiled one.

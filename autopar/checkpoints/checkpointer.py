@@ -22,6 +22,7 @@ from autopar.checkpoints.training_state import TrainingState
 from autopar.common.checks import count
 from autopar.common.notices import say, warn_once
 from autopar.common.world import rank, world_size
+from autopar.environment import is_verified
 from autopar.errors import BatchError, CheckpointError, CheckpointWarning, StrategyError
 from autopar.runtime.agreement.consensus import (
     broadcast_from_rank0,
@@ -137,7 +138,7 @@ class Checkpointer:
         """Begins a checkpoint after `step`; `wait` returns when it is on disk.
 
         All ranks call it. The state may change as soon as it returns. The first call takes longer,
-        for it allocates memory for the copy.
+        for it allocates memory for the copy. Under `autopar verify` nothing is saved.
 
         Raises:
             CheckpointError: this checkpoint (with `wait`), or the one before, was not written, or
@@ -147,10 +148,12 @@ class Checkpointer:
         """
         if step is not None:
             count("step", step, 0, MAX_STEPS)
+        self._step = self._step if step is None else step
+        if is_verified():  # the second of its two runs would resume from what the first saved
+            return
         self._writer.finish()
         self._broken.discard(self._saved_step)  # it has been written anew
         self._take_folder()
-        self._step = self._step if step is None else step
         plan = getattr(self._state.model, "plan", None)
         values = self._state.values(self._step), self._state.own_values()
         stamp = self._next_stamp()
@@ -213,7 +216,12 @@ class Checkpointer:
         self._save_last()
 
     def _take_folder(self) -> None:
-        """Locks the folder for this job; raises CheckpointError on every rank if another has it."""
+        """Locks the folder for this job; raises CheckpointError on every rank if another has it.
+
+        Runs of `autopar verify` write nothing, so they can run beside the job.
+        """
+        if is_verified():
+            return
         broadcast_from_rank0(self._lock_folder)
 
     def _lock_folder(self) -> None:

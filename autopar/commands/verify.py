@@ -21,16 +21,13 @@ from autopar.commands.help_text import JSON, add_command
 from autopar.commands.plan import add_strategy, strategy_of
 from autopar.commands.script import add_script, default_processes, has_make, launch, load
 from autopar.common.world import rank
-from autopar.environment import PLAIN, asks_for_plain
+from autopar.environment import PLAIN, VERIFY, asks_for_plain, is_verified
 from autopar.errors import FallbackWarning, StrategyError
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.start import ensure_process_group
 from autopar.verification.script_record import Summary, record_script
 from autopar.verification.script_runs import compare_runs, folder_of
 from autopar.verification.verify import print_verdict
-
-FOLDER = "AUTOPAR_VERIFY"
-"""Environment variable: folder of the ranks' options and of rank 0's verdict."""
 
 TIMEOUT_S = 300.0
 """Timeout of a collective, in seconds."""
@@ -45,8 +42,8 @@ def add_to(commands: Any) -> None:
         "autopar verify gpt.py --nproc 2 --strategy zero3",
         "A SCRIPT with make() -> (model, example inputs), as for autopar plan: rank 0's inputs are "
         "the global batch. Any other SCRIPT runs as it is, twice, until its optimizers have made "
-        "the steps: with its compiled models, and with the plain ones. Exit status: 0 PASS, "
-        "1 FAIL, 2 an error.",
+        "the steps: with its compiled models, and with the plain ones. autopar.Checkpointer saves "
+        "nothing meanwhile. Exit status: 0 PASS, 1 FAIL, 2 an error.",
         usage="autopar verify SCRIPT [--nproc N] [--steps N] [OPTIONS]\n"
         "                      [-- ARGUMENTS OF THE SCRIPT]",
     )
@@ -66,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     """`autopar verify`; under torchrun, one of its ranks."""
     if options.steps < 1:
         raise StrategyError(f"--steps {options.steps}: at least one")
-    if FOLDER in os.environ:
-        return run_rank(Path(os.environ[FOLDER]))
+    if is_verified():
+        return run_rank(Path(os.environ[VERIFY]))
     options.loop = options.loop or not has_make(options.script)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as name:
         folder = Path(name)
@@ -78,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 def verify_make(options: argparse.Namespace, folder: Path) -> int:
     """Compares the model of a script's make(); the ranks print the verdict."""
-    launch("-m", options.nproc, _rank_command(options), {FOLDER: str(folder)})
+    launch("-m", options.nproc, _rank_command(options), {VERIFY: str(folder)})
     verdict = folder / "verdict"
     if options.json and verdict.exists():
         print((folder / "result").read_text())
@@ -101,7 +98,7 @@ def verify_loop(options: argparse.Namespace, folder: Path) -> int:
         )
     command, nproc = _rank_command(options), options.nproc or default_processes()
     compiled, plain = (folder / name for name in RUNS)
-    status = launch("-m", nproc, command, {FOLDER: str(folder)})
+    status = launch("-m", nproc, command, {VERIFY: str(folder)})
     if status or not folder_of(compiled, 0).exists():
         return 2
     summary = Summary.load(folder_of(compiled, 0))
@@ -111,7 +108,7 @@ def verify_loop(options: argparse.Namespace, folder: Path) -> int:
             "autopar.compile, and it has no make(): there is nothing to compare"
         )
     alone = "local" not in summary.batches
-    variables = {FOLDER: str(folder), PLAIN: "1"}
+    variables = {VERIFY: str(folder), PLAIN: "1"}
     if launch("-m", 1 if alone else nproc, command, variables):
         return 2
     result = compare_runs(compiled, plain, options.tolerance)

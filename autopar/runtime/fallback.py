@@ -43,12 +43,20 @@ _TRACING_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def check_can_fall_back(model: nn.Module, reason: CaptureError, *, shard: bool) -> None:
-    """Raises StrategyError if parameters that an optimizer may hold would be sharded anew."""
-    if shard and any(isinstance(p, DTensor) for p in model.parameters()):
+    """Raises StrategyError if fully_shard would have to train the model and cannot."""
+    if not shard:
+        return
+    if any(isinstance(p, DTensor) for p in model.parameters()):
         raise StrategyError(
             f"{reason} An optimizer may hold shards of the parameters already, so that fully_shard "
             'cannot train the model instead. Change forward, give strategy="ddp", or give '
             "autopar.compile example_inputs."
+        ) from reason
+    scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if scalars:
+        raise StrategyError(
+            f"{reason} fully_shard cannot train the model instead, for its parameter {scalars[0]} "
+            'has no dim. Give it the shape [1], change forward, or give strategy="ddp".'
         ) from reason
 
 
@@ -60,7 +68,7 @@ def wrap_with_ddp_or_fsdp(
     Blocks that share a parameter are sharded together with the root module.
 
     Raises:
-        StrategyError: fully_shard refuses the model, as one with a scalar parameter.
+        StrategyError: fully_shard refuses the model.
     """
     if not shard:
         rows = _WritesByRows()
@@ -78,17 +86,16 @@ def wrap_with_ddp_or_fsdp(
             f"{reason} fully_shard cannot train the model instead: {first_line(error)} Change "
             'forward, or give strategy="ddp".'
         ) from error
-    sharded = model
-    for name, parameter in sharded.named_parameters():
+    for name, parameter in model.named_parameters():
         if name in gradients:  # of backwards of the plain model
             assert isinstance(parameter, DTensor)
             parameter.grad = distribute_replicated(gradients[name], mesh, parameter.placements)
-    for module in (*blocks, sharded):
+    for module in (*blocks, model):
         writes = _ParameterWrites()
         # inside of fully_shard's own hooks, where parameters are whole
         module.register_forward_pre_hook(writes.before)
         module.register_forward_hook(writes.after, prepend=True)
-    return sharded
+    return model
 
 
 class _ParameterWrites:

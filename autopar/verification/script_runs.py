@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.common.tolerances import TOLERANCES
+from autopar.errors import StrategyError
 from autopar.verification.deviation import KINDS, Comparison, Deviation, Verification
 from autopar.verification.script_record import Summary, step_file
 
@@ -18,6 +19,14 @@ ALLOWANCE = 10.0
 LOCAL = (
     "batch='local': compared with the plain model under DistributedDataParallel, where each rank "
     "has the batch norm and the losses of its own rows"
+)
+
+COARSE_EPS = 1e-4
+"""Rounding of a dtype (relative) above which a verdict says that it is coarse."""
+
+COARSE = (
+    "compared in {dtype}, whose rounding allows differences up to {tolerance:.2g}: for a sharper "
+    "verdict run the script in float32, or autopar verify on a make() in float64"
 )
 
 
@@ -31,12 +40,24 @@ def compare_runs(compiled: Path, plain: Path, tolerance: float | None = None) ->
 
     `tolerance` is the relative difference that passes; by default that of the least precise dtype
     of the plain run, times `ALLOWANCE`.
+
+    Raises:
+        StrategyError: one run made more steps than the other.
     """
     summary = Summary.load(folder_of(compiled, 0))
     reference = Summary.load(folder_of(plain, 0))
+    if summary.steps != reference.steps:
+        raise StrategyError(
+            f"the script's optimizers made {summary.steps} steps with its compiled models, and "
+            f"{reference.steps} with the plain ones, so the runs cannot be compared. Each has to "
+            "start anew: does the script resume from files that the first run wrote?"
+        )
     dtype: torch.dtype = getattr(torch, reference.dtype)
     if tolerance is None:
         tolerance = ALLOWANCE * TOLERANCES.get(dtype, 1e-5)
+    notes = [LOCAL] if "local" in summary.batches else []
+    if torch.finfo(dtype).eps > COARSE_EPS:
+        notes.append(COARSE.format(dtype=reference.dtype, tolerance=tolerance))
     comparison = Comparison(tolerance, torch.finfo(dtype).eps)
     for step in range(1, max(summary.steps, reference.steps) + 1):
         actual, expected = (_tensors(run, step) for run in (compiled, plain))
@@ -54,7 +75,7 @@ def compare_runs(compiled: Path, plain: Path, tolerance: float | None = None) ->
         summary.ranks,
         comparison.first,
         tuple(dict.fromkeys((*summary.draws, *reference.draws))),
-        (*((LOCAL,) if "local" in summary.batches else ()), *summary.notes),
+        (*notes, *summary.notes),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from autopar.cli import main
 from autopar.commands.script import has_make
 from autopar.commands.verify import RUNS
-from autopar.environment import PLAIN
+from autopar.environment import PLAIN, VERIFY
 from autopar.errors import FallbackWarning, StrategyError
 from autopar.verification.script_record import record_script
 from autopar.verification.script_runs import compare_runs, folder_of
@@ -81,6 +81,49 @@ def test_both_runs_of_a_loop_on_one_process(
     assert result.steps == 4  # two of each optimizer
     assert "bernoulli" in result.draws
     assert "is not" not in str(result)
+
+
+RESUMING = """
+import torch, autopar
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+data = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+example = (torch.randn(4, 4),)
+model = autopar.compile(model, example_inputs=example, strategy="ddp")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpointer = autopar.Checkpointer({folder!r}, model, optimizer, every=1)
+for step, (x,) in checkpointer.steps(data, total={total}):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_resumes_starts_anew_in_both_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, runs = tmp_path / "train.py", tmp_path / "runs"
+    path.write_text(RESUMING.format(folder=str(runs), total=3))
+    monkeypatch.setenv(VERIFY, str(tmp_path))
+    for name in RUNS:
+        folder = folder_of(tmp_path / name, 0)
+        folder.parent.mkdir()
+        assert record_script(str(path), [], 2, folder).steps == 2
+    assert not [*runs.glob("step-*")]
+    assert compare_runs(*(tmp_path / run for run in RUNS)).passed
+
+
+def test_runs_of_different_lengths_are_not_compared(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    for name, total in zip(RUNS, (2, 1), strict=True):
+        path.write_text(RESUMING.format(folder=str(tmp_path / f"saved-{name}"), total=total))
+        folder = folder_of(tmp_path / name, 0)
+        folder.parent.mkdir()
+        record_script(str(path), [], 2, folder)
+    with pytest.raises(StrategyError, match="2 steps with its compiled models, and 1 with"):
+        compare_runs(*(tmp_path / run for run in RUNS))
 
 
 @pytest.mark.slow
