@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import io
 import itertools
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from autopar.capture.provenance import user_frame
 from autopar.capture.sorted_rows import undo_sorts
 from autopar.capture.state.contents import Attribute, Snapshot
 from autopar.capture.state.effects import Effects
+from autopar.capture.state.iterators import iterators_in
 from autopar.capture.state.python_backward import BackwardReads
 from autopar.capture.state.side_effects import StatePolicy, Write, check_changes, writes_of
 from autopar.capture.state.variables import Variable
@@ -260,9 +260,10 @@ def _check_no_iterators(traced: TracedCall) -> None:
     read = {f"self.{key}": vars(modules[name]).get(key) for name, key in traced.reads()}
     read |= {name: variable.value for name, variable in traced.search.read().items()}
     for name, value in read.items():
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        for iterator in iterators_in(value):
             raise StrategyError(
-                f"{type(traced.model[0]).__name__} reads {name}, a {type(value).__name__}: a graph "
+                f"{type(traced.model[0]).__name__} reads {name}, "
+                f"{'' if iterator is value else 'with '}a {type(iterator).__name__}: a graph "
                 "would repeat its first values for ever. Take values from it in the loop and give "
                 "them as arguments, or keep a list and count calls in an attribute."
             )

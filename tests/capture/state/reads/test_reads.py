@@ -29,8 +29,9 @@ def test_a_change_is_followed(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["attribute", "default", "imported_in_forward"])
-def test_iterators_are_refused(place: str, tmp_path: Path) -> None:
-    assert verdict(Case("iterator", place, "nothing"), tmp_path)[0] == "told"
+@pytest.mark.parametrize("kind", ["iterator", "cycle_in_a_list"])
+def test_iterators_are_refused(kind: str, place: str, tmp_path: Path) -> None:
+    assert verdict(Case(kind, place, "nothing"), tmp_path)[0] == "told"
 
 
 @pytest.mark.parametrize("aside", [False, True])

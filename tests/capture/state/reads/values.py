@@ -226,6 +226,8 @@ KINDS = {
     "size": Kind("torch.Size([1])", "torch.Size([3])", "float({v}[0])"),
     "iterator": Kind("__import__('itertools').count(1.0)", "__import__('itertools').count(3.0)",
                      "next({v})"),
+    "cycle_in_a_list": Kind("[__import__('itertools').cycle([1.0, 2.0])]",
+                            "[__import__('itertools').cycle([3.0, 4.0])]", "next({v}[0])"),
     "random": Kind("__import__('random').Random(1)", "__import__('random').Random(2)",
                    "{v}.random()", "{v}.seed(9)"),
 }  # fmt: skip
