@@ -14,11 +14,11 @@ class SearchOutcome:
 
     Attributes:
         looked: number of meshes, with their numbers of micro-batches, that were planned.
-        left_out: number of others; each is slower by an estimate, or time was over.
+        left_out: number of others; each is slower by an estimate, or time ran out.
         bound_s: lower bound in seconds of the predicted step of every plan; 0 if there is none.
         baseline: name of the fastest plan of DDP or fully_shard that fits; "" if none was found.
         baseline_s: seconds of its predicted step.
-        complete: whether the search ended before its time was over.
+        complete: whether the search ended before its time ran out.
         ddp: the fastest plan of DDP, whether it fits or not; None if it was not predicted.
         fsdp: the same of fully_shard.
     """

@@ -130,7 +130,7 @@ def _searched(plan: Plan, found: SearchOutcome, step_s: float) -> Iterator[tuple
     bound = f"a better plan saves at most {gap:.1%}" if found.bound_s else "no bound"
     if gap > LOOSE and not found.complete:
         bound = "a better plan may exist: raise --time-limit"
-    over = "" if found.complete else "time was over: "
+    over = "" if found.complete else "time ran out: "
     yield "searched", f"{over}{meshes}, {found.left_out} left out; {bound}"
 
 

@@ -70,7 +70,7 @@ def compared(gain: float) -> str:
 
 
 def _extent(looked: int, left_out: int, complete: bool) -> str:
-    over = "" if complete else "time was over: "
+    over = "" if complete else "time ran out: "
     meshes = "1 mesh" if looked == 1 else f"{looked} meshes"
     return f"{over}planned {meshes} with their micro-batches, left out {left_out}"
 

@@ -21,7 +21,7 @@ def test_notes_are_cut_and_counted_and_lines_are_coloured() -> None:
     assert max(map(len, lines)) <= WIDTH
     assert [line.split()[0] for line in lines[-4:]] == ["note", "note", "note", "2"]
     assert (
-        "  searched  time was over: 1 mesh, 2 left out; a better plan saves at most 10.0%" in lines
+        "  searched  time ran out: 1 mesh, 2 left out; a better plan saves at most 10.0%" in lines
     )
     shown = coloured(text)
     assert shown.plain == text

@@ -26,7 +26,7 @@ def test_gain_bound_and_gap() -> None:
     verdict, extent = verdict_lines(plan)
     than = "20.0% faster than the best of DDP and fully_shard (zero3: 120 ms)"
     assert verdict == f"verdict: {than}, by prediction"
-    assert extent.startswith("time was over: planned 3 meshes")
+    assert extent.startswith("time ran out: planned 3 meshes")
     assert extent.endswith("no plan takes less than 90.0 ms, so the gap is 10.0%")
     loose = replace(plan, search=SearchOutcome(3, 2, 0.01, "zero3", 0.12, complete=False))
     assert [*verdict_lines(loose)][1].endswith("may exist: raise --time-limit")

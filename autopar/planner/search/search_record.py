@@ -29,7 +29,7 @@ class SearchRecord:
         skipped: estimates of meshes that were not tried.
         bounds_s: lower bound of the step of meshes in seconds, by name; infinite if nothing fits.
         floor_s: lower bound of the step of meshes without an estimate, in seconds.
-        unknown: meshes that were not estimated, because time was over.
+        unknown: meshes that were not estimated, because time ran out.
         costly: meshes whose lowering would have taken longer than the time that was left.
         looked: number of meshes that were planned.
         tried: names of these meshes.
@@ -79,7 +79,7 @@ class SearchRecord:
             )
         if self.unknown:
             names = abbreviated(map(mesh_name, self.unknown))
-            yield f"not looked at: {names}; time was over"
+            yield f"not looked at: {names}; time ran out"
         if self.costly:
             names = abbreviated(map(mesh_name, self.costly))
             yield f"not looked at: {names}; to lower them takes longer than was left"

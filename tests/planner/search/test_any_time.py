@@ -50,7 +50,7 @@ def test_the_best_plan_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(strategy="fastest", time_limit_s=300.0)
     assert not outcome(plan).complete
     assert plan.bucket_bytes
-    assert "time was over" in str(plan)
+    assert "time ran out" in str(plan)
     assert any(note.startswith("predicted by arithmetic") for note in plan.notes)
 
 

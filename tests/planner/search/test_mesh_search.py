@@ -178,7 +178,7 @@ def test_time_runs_out() -> None:
     answers: Answers = {(1, 1, None): predicted(2.0, 0.5)}
     expected = expecting({(2, 1, 4): 1.1})
     plan = fastest_mesh(problem(), looking(answers, []), expected, 4, SearchContext(lambda: False))
-    assert plan.notes[-1].endswith("; time was over")
+    assert plan.notes[-1].endswith("; time ran out")
     assert plan.search is not None
     assert (plan.search.looked, plan.search.complete, plan.search.bound_s) == (1, False, 0.0)
 
