@@ -1,8 +1,9 @@
 """`simulate_pipeline`: time of a pipeline's step, stage by stage, with waits and transfers.
 
 A rank runs the actions of its order, each as soon as its input has arrived. Transfers overlap with
-compute; between two ranks there is one at a time, in the order of issue. Ranks that share too few
-cores compute faster while others wait.
+compute; between two ranks there is one at a time, in the order of issue. Gathers start before the
+first input has arrived, and reductions end behind the last gradient's send. Ranks that share too
+few cores compute faster while others wait.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from heapq import heappop, heappush
 from autopar.cost_model.simulator.schedules import Action, Orders
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 
-SEND = "send"
+SEND, WAIT = "send", "wait"
 Seconds = Callable[[int, int, int], float]
 """Seconds of a transfer by its bytes, its sending and its receiving rank."""
 
@@ -26,8 +27,9 @@ class StageCost:
     """Seconds and bytes of a stage for one micro-batch.
 
     `input_s` and `weight_s` are the parts of a backward, where they are computed separately.
-    `first_s` comes once a step before its first forward, `last_s` after its last backward.
-    `sent_bytes` go to the next stage, `returned_bytes` of gradients to the previous one.
+    `first_s` are those of messages that its first forward awaits, and that start with the step;
+    `last_s` of those that the step awaits after its last backward. `sent_bytes` go to the next
+    stage, `returned_bytes` of gradients to the previous one.
     """
 
     forward_s: float
@@ -53,13 +55,15 @@ class StageCost:
 class PipelineSimulation:
     """One predicted step of all ranks of a pipeline, without the optimizer's step.
 
-    `ends_s` and `busy_s` are by rank. `exposed_s` are the seconds that the step would be shorter
-    with instant transfers. Streams of the timeline are "rank 0", "rank 0 to 1" and so on.
+    `ends_s` and `busy_s` are by rank, and so is `hidden_s`: the part of its stages' `first_s` and
+    `last_s` that other work or waits cover. `exposed_s` are the seconds that the step would be
+    shorter with instant transfers. Streams of the timeline are "rank 0", "rank 0 to 1" and so on.
     """
 
     step_s: float
     ends_s: tuple[float, ...]
     busy_s: tuple[float, ...]
+    hidden_s: tuple[float, ...]
     transfer_s: float
     exposed_s: float
     timeline: tuple[Event, ...] = field(repr=False)
@@ -94,6 +98,7 @@ def simulate_pipeline(
         step_s=step_s,
         ends_s=tuple(run.now),
         busy_s=tuple(run.busy),
+        hidden_s=tuple(run.hidden),
         transfer_s=run.transfer_s,
         exposed_s=max(0.0, step_s - max(instant.now)),
         timeline=tuple(run.events),
@@ -127,6 +132,13 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = {}
         self.now = [0.0] * self.ranks  # end of each rank's last action
         self.busy = [0.0] * self.ranks
+        self.hidden = [0.0] * self.ranks
+        self.reduced = [0.0] * self.ranks  # end of each rank's reductions
+        # stages of a rank gather one after the other
+        self.gathered = [
+            sum(each.first_s for each in self.stages[index % self.ranks : index + 1 : self.ranks])
+            for index in range(len(self.stages))
+        ]
         self.events: list[Event] = []
         self.transfer_s = 0.0
         self._run()
@@ -147,6 +159,8 @@ class _Run:
                 self._end(heappop(self.running)[1], time)
             else:
                 self._begin(heappop(self.ready)[1], work)
+        for rank in range(self.ranks):
+            self._await_reductions(rank)
         if any(self.queues):
             stuck = ", ".join(str(queue[0]) for queue in self.queues if queue)
             raise ValueError(f"the ranks wait for each other: {stuck}")
@@ -170,9 +184,11 @@ class _Run:
     def _begin(self, rank: int, work: float) -> None:
         action = self.queues[rank][0]
         stage = self.stages[action.stage]
-        first = stage.first_s if action.kind == "F" and action.micro == 0 else 0.0
-        last = stage.last_s if action in self.last_actions else 0.0
-        heappush(self.running, (work + first + stage.seconds(action) + last, rank))
+        left_s = 0.0
+        if action.kind == "F" and action.micro == 0:
+            left_s = max(0.0, self.gathered[action.stage] - self.starts[rank])
+            self.hidden[rank] += max(0.0, stage.first_s - left_s)
+        heappush(self.running, (work + left_s + stage.seconds(action), rank))
 
     def _end(self, rank: int, time: float) -> None:
         action, start = self.queues[rank].popleft(), self.starts.pop(rank)
@@ -184,7 +200,17 @@ class _Run:
             self._send(rank, replace(action, stage=action.stage + 1), stage.sent_bytes)
         elif action.kind in ("B", "I") and action.stage:
             self._send(rank, replace(action, stage=action.stage - 1), stage.returned_bytes)
+        if action in self.last_actions:
+            self.reduced[rank] = max(self.reduced[rank], time) + stage.last_s
+            self.hidden[rank] += stage.last_s
         self._schedule(rank)
+
+    def _await_reductions(self, rank: int) -> None:
+        start, end = self.now[rank], self.reduced[rank]
+        if end > start:
+            self.events.append(Event("reductions", f"rank {rank}", start, end, WAIT))
+            self.hidden[rank] -= end - start
+            self.now[rank] = end
 
     def _send(self, rank: int, receiver: Action, nbytes: int) -> None:
         other = receiver.stage % self.ranks

@@ -25,6 +25,15 @@ from autopar.errors import PassError
 from autopar.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
 from autopar.passes.core.node_builder import call
 
+WAIT_LOWERED = torch.ops._c10d_functional.wait_tensor.default
+"""The wait of a functional collective, to which abstract ones are lowered."""
+
+
+def is_lowered_start(node: fx.Node) -> bool:
+    """Whether a node issues a functional collective."""
+    issued = str(node.target).startswith("_c10d_functional.")
+    return node.op == "call_function" and issued and node.target is not WAIT_LOWERED
+
 
 def start_all_reduce(
     tensors: Sequence[torch.Tensor], axis: str, op: str = "sum"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import fx
 
 from autopar.errors import PassError
@@ -20,9 +19,15 @@ from autopar.ir.graph import (
 from autopar.ir.mesh_levels import axis_of_level
 from autopar.ir.placement import Partial, Replicate, Shard, Varying
 from autopar.ir.roles import Gradient, Output, Parameter
-from autopar.passes.core.collective_ops import axis_of, kind_of, op_of, starts
+from autopar.passes.core.collective_ops import (
+    WAIT_LOWERED,
+    axis_of,
+    is_lowered_start,
+    kind_of,
+    op_of,
+    starts,
+)
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 TAKES: Mapping[str, tuple[type, ...]] = {
     "all_reduce": (Partial, Varying),
     "reduce_scatter": (Partial,),
@@ -84,8 +89,8 @@ def collectives_are_fed(graph: TrainingGraph) -> None:
 def lowered_are_waited(graph: TrainingGraph) -> None:
     """Each functional collective has one user, its wait."""
     for node in graph.calls():
-        issued = str(node.target).startswith("_c10d_functional.") and node.target is not WAIT
-        if issued and [user.target for user in node.users] != [WAIT]:
+        waited = [user.target for user in node.users] == [WAIT_LOWERED]
+        if is_lowered_start(node) and not waited:
             raise _error(graph, node, f"has {len(node.users)} users instead of one wait")
 
 

@@ -1,6 +1,7 @@
 """Models cut into stages train exactly as on one device: any schedule, any other axis beside."""
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def train(
             ],
             marks=pytest.mark.slow,
         ),
+        # one bucket of reductions, awaited behind a backward whose values it shares
+        ("gpt", 4, [{"pp": 2, "zero": 1}, {"pp": 2, "tp": 2, "zero": 1, "reduce_bytes": 1 << 20}]),
         ("encdec", 2, [{"pp": 2, "schedule": "interleaved"}]),
         ("conv", 2, [{"pp": 2, "micro_batches": 1}]),
         ("odd", 2, [{"pp": 2, "micro_batches": 2}]),
@@ -90,6 +93,21 @@ def test_pipelines_train_exactly(name: str, world_size: int, setups: list[dict[s
     for rank, found in enumerate(answers):
         for got, setup in zip(found, setups, strict=True):
             assert_same_training(got, want, EXACT[f64], f"rank {rank} under {setup}")
+
+
+def train_through_inductor(rank: int, world_size: int) -> Reference:
+    given = list(batches(MODELS["gpt"], range(3), ROWS, f64))
+    return train_compiled("gpt", f64, given, strategy=staged(2, zero=1), backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_compiled_stages_train_exactly() -> None:
+    """No message is under way between two compiled functions, which write over its buffers."""
+    given = list(batches(MODELS["gpt"], range(3), ROWS, f64))
+    want = train_compiled("gpt", f64, given)
+    for rank, got in enumerate(run(train_through_inductor, 4, timeout=400)):
+        assert_same_training(got, want, EXACT[f64], f"rank {rank}")
 
 
 def test_float32_trains_exactly() -> None:

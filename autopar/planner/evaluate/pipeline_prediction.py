@@ -154,12 +154,13 @@ class SimulatedPipeline:
         runs = [item for stage in own for item in stage.runs(micro_batches)]
         full = max(self.memories, key=lambda memory: memory.peak)
         within_s = sum(times * each.communication_s for each, times in runs)
+        exposed_s = sum(times * each.exposed_s for each, times in runs)
         return Prediction(
             step_s=step_s,
             update_s=self.updates[slow].seconds,
             compute_s=micro_batches * sum(s.pace * (s.more.compute_s + s.adding_s) for s in own),
             communication_s=within_s + run.transfer_s / len(ranks),
-            exposed_s=run.exposed_s + sum(times * each.exposed_s for each, times in runs),
+            exposed_s=run.exposed_s + max(0.0, exposed_s - run.hidden_s[slow]),
             peak_bytes=full.peak,
             memory=full.by_category,
             reserved_bytes=full.reserved,

@@ -21,6 +21,7 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
+from autopar.passes.pipeline_parallel.split_messages import split_gathers, split_reductions
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
@@ -200,10 +201,14 @@ def _build_stage(
     forward = generate(last.forward, options)
     if micro_batches == 1:
         last_backward = _backward(last.backward, options, accumulates=False)
-        return StageProgram(forward, forward, None, None, last_backward)
-    first_forward = forward
+        return StageProgram(None, forward, forward, None, None, last_backward)
+    gathers, first_forward = None, forward
     if lowered.first is not lowered.more:
-        first_forward = generate(split_forward_backward(lowered.first).forward, options)
+        first = split_forward_backward(lowered.first).forward
+        # a compiled function may write over what it still sends at its end
+        ahead, first = (None, first) if options.is_compiled else split_gathers(first)
+        gathers = None if ahead is None else generate(ahead, options)
+        first_forward = generate(first, options)
     all_same = lowered.more is lowered.last
     middle = last if all_same else split_forward_backward(lowered.more)
     first_backward = _backward(middle.backward, options, accumulates=False)
@@ -211,7 +216,8 @@ def _build_stage(
     last_backward = middle_backward
     if not all_same:
         last_backward = _backward(last.backward, options, accumulates=True)
-    return StageProgram(first_forward, forward, first_backward, middle_backward, last_backward)
+    backwards = first_backward, middle_backward, last_backward
+    return StageProgram(gathers, first_forward, forward, *backwards)
 
 
 def _backward(
@@ -222,8 +228,12 @@ def _backward(
     graph = accumulate_gradients(graph) if accumulates else graph
     assert options.plan.pipeline is not None
     splits = options.plan.pipeline.schedule == "zero_bubble"
-    parts = split_dgrad_wgrad(graph) if splits else (graph,)
-    return StageBackward(graph, tuple(generate(part, options) for part in parts))
+    parts = [*split_dgrad_wgrad(graph)] if splits else [graph]
+    finish = None
+    if not options.is_compiled:  # as for gathers
+        parts[-1], finish = split_reductions(parts[-1])
+    made = tuple(generate(part, options) for part in parts)
+    return StageBackward(graph, made, None if finish is None else generate(finish, options))
 
 
 def _build_prologue_or_epilogue(graph: TrainingGraph, options: LoweringOptions) -> CompiledGraph:

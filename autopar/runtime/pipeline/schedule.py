@@ -35,17 +35,23 @@ class Schedule:
     group: dist.ProcessGroup | None  # None if this rank has all stages
 
     def run(self, call: StageCall) -> None:
+        """Runs the actions, between the start of each stage's gathers and its last waits."""
         for stage in self.stages.values():
-            stage.call = call
-            stage.pending.clear()  # other calls may have run since
+            stage.start(call, forwards=self._has_forwards)
         if self.group is None:
-            return self._run_on_one_rank()
-        with (
-            explaining_comm_errors("a pipeline"),
-            LOG.waiting("a transfer between pipeline stages"),
-        ):
-            self._runtime._step_microbatches()
-        return None
+            self._run_on_one_rank()
+        else:
+            with (
+                explaining_comm_errors("a pipeline"),
+                LOG.waiting("a transfer between pipeline stages"),
+            ):
+                self._runtime._step_microbatches()
+        for stage in self.stages.values():
+            stage.finish()
+
+    @cached_property
+    def _has_forwards(self) -> bool:
+        return any(action.kind == "F" for order in self.orders for action in order)
 
     def _run_on_one_rank(self) -> None:
         """Runs all stages here, without transfers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,10 +24,12 @@ class StageBackward:
     Attributes:
         graph: the whole backward.
         parts: one function, or one for input gradients and one for parameter gradients.
+        finish: awaits the reductions that the parts have started, None if there are none.
     """
 
     graph: TrainingGraph
     parts: tuple[CompiledGraph, ...]
+    finish: CompiledGraph | None = None
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,27 @@ class StageProgram:
     """The functions of one stage.
 
     Attributes:
-        first_forward: of the first micro-batch; it may gather parameters for all.
+        gathers: starts the gathers of parameters for all micro-batches, None if there are none.
+        first_forward: of the first micro-batch; it may await these gathers.
         first_backward: backward of the first of several micro-batches.
         middle_backward: backward of those in between, which accumulates gradients.
         last_backward: backward of the last, which also reduces accumulated gradients.
     """
 
+    gathers: CompiledGraph | None
     first_forward: CompiledGraph
     forward: CompiledGraph
     first_backward: StageBackward | None
     middle_backward: StageBackward | None
     last_backward: StageBackward | None
+
+
+class Reducing(NamedTuple):
+    """Reductions under way after a backward: what awaits them, and the values it reads."""
+
+    graph: CompiledGraph
+    micro: int
+    known: Values
 
 
 class StageCall(Protocol):
@@ -82,11 +94,30 @@ class Stage:
     def __init__(self, index: int, program: StageProgram) -> None:
         self.index, self.program = index, program
         self.pending: dict[int, Values] = {}
+        self.gathered = Values()  # what `gathers` has left to the first forward
+        self.reducing: Reducing | None = None
+
+    def start(self, call: StageCall, *, forwards: bool) -> None:
+        """Begins a schedule: starts the gathers ahead of its forwards, before any input has come.
+
+        Other calls may have run, or have failed, since the last one.
+        """
+        self.call, self.reducing = call, None
+        self.pending.clear()
+        self.gathered.clear()
+        gathers = self.program.gathers
+        if forwards and gathers is not None:
+            results = gathers.run([call.argument(role, 0) for role in gathers.graph.inputs])
+            self.gathered = dict(zip(gathers.graph.outputs, results, strict=True))
 
     def forward(self, micro: int, received: Values) -> Values:
+        self.finish()
         call, graph = self.call, self.program.forward if micro else self.program.first_forward
+        known = received | self.gathered
+        received.clear()
+        self.gathered = Values()
         arguments = [
-            received.pop(role) if isinstance(role, roles.StageInput) else call.argument(role, micro)
+            known.pop(role) if role in known else call.argument(role, micro)
             for role in graph.graph.inputs
         ]
         results = graph.run(arguments)
@@ -108,7 +139,12 @@ class Stage:
         return sent
 
     def backward(self, micro: int, received: Values) -> Values:
-        """Runs the backward on a micro-batch, up to the input gradients if it is split."""
+        """Runs the backward on a micro-batch, up to the input gradients if it is split.
+
+        Reductions may be under way at its end. They are awaited before the next work of the stage,
+        so that memory is free for it, but after the gradient is sent.
+        """
+        self.finish()
         backward = self._backward(micro)
         if backward is None:
             return {}
@@ -121,17 +157,30 @@ class Stage:
         # after the whole backward.
         received.clear()
         del saved
-        later = frozenset(role for graph in rest for role in graph.graph.inputs)
-        sent = self._run(first, micro, known, later)
+        sent = self._run(first, micro, known, _inputs(*rest, backward.finish))
         if rest:
             self.pending[micro] = known
+        elif backward.finish is not None:
+            self.reducing = Reducing(backward.finish, micro, known)
         return sent
 
     def weight_backward(self, micro: int) -> None:
         """Runs the second part of a split backward: the parameter gradients."""
         backward = self._backward(micro)
-        if backward is not None and len(backward.parts) > 1:
-            self._run(backward.parts[1], micro, self.pending.pop(micro))
+        if backward is None or len(backward.parts) == 1:
+            return
+        self.finish()
+        known = self.pending.pop(micro)
+        self._run(backward.parts[1], micro, known, _inputs(backward.finish))
+        if backward.finish is not None:
+            self.reducing = Reducing(backward.finish, micro, known)
+
+    def finish(self) -> None:
+        """Awaits the reductions of the last backward."""
+        if self.reducing is not None:
+            graph, micro, known = self.reducing
+            self.reducing = None
+            self._run(graph, micro, known)
 
     def _backward(self, micro: int) -> StageBackward | None:
         if micro == len(self.call.micro_batches) - 1:
@@ -186,6 +235,11 @@ class Stage:
                 before = call.gradients.pop(name, None) if reduced else held.take(name)
                 return _zeros_like(graph.fake_tensors[role]) if before is None else before
         raise AssertionError(f"a backward has the unexpected input {role}")
+
+
+def _inputs(*graphs: CompiledGraph | None) -> frozenset[roles.InputRole]:
+    """The inputs of functions that run later."""
+    return frozenset(role for graph in graphs if graph is not None for role in graph.graph.inputs)
 
 
 def _zeros_like(fake: torch.Tensor) -> torch.Tensor:

@@ -110,10 +110,12 @@ def log_waits(graph: fx.Graph, axes: dict[fx.Node, str]) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_wait_tensor):
         start = node.args[0]
-        while isinstance(start, fx.Node) and start not in axes:
+        while isinstance(start, fx.Node) and start.args and start not in axes:
             start = start.args[0]
         if isinstance(start, fx.Node):
-            node.target, node.args = wait_logged, (node.args[0], describe(start, axes[start]))
+            # a placeholder is a collective that another function has begun
+            what = describe(start, axes[start]) if start in axes else f"{start.name}, begun ahead"
+            node.target, node.args = wait_logged, (node.args[0], what)
 
 
 def describe(node: fx.Node, axis: str) -> str:

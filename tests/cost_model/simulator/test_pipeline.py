@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -112,6 +113,23 @@ def test_a_message_is_late_where_its_sender_goes_on():
 def test_what_happens_once_a_step():
     stages = [StageCost(1.0, 1.0, first_s=3.0, last_s=5.0)]
     assert simulate_pipeline(orders("1f1b", 1, 4), stages, lambda *message: 0.0).step_s == 8 + 3 + 5
+
+
+def test_messages_of_a_stage_lie_beside_its_waits_for_others():
+    """Gathers start with the step; the gradient is sent before reductions have ended."""
+    plain = simulated("1f1b", 4, 4)
+    found = simulated("1f1b", 4, 4, stage=replace(EVEN, first_s=1.0, last_s=2.0))
+    # Only rank 0 waits for its gathers, and for its reductions, behind everybody's last backward.
+    assert found.step_s == pytest.approx(plain.step_s + 1.0 + 2.0)
+    assert found.hidden_s == pytest.approx((0.0, 1.0, 1.0, 1.0))
+    slow = simulated("1f1b", 4, 4, stage=replace(EVEN, first_s=3.0))
+    assert slow.step_s == pytest.approx(plain.step_s + 3.0)
+
+
+def test_stages_of_a_rank_gather_one_after_the_other():
+    stage = replace(EVEN, first_s=4.0)
+    found = simulated("interleaved", 1, 1, chunks=2, stage=stage)
+    assert found.step_s == pytest.approx(4.0 + 1.0 + 3.0 + 1.0 + 2 * 2.0)
 
 
 def test_orders_that_wait_for_each_other():
