@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from autopar.ir.mesh_levels import DATA_AXIS, coordinate_on
+from autopar.passes.chunks.chunk_loss import ChunkLoss
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.communication.hierarchical_collectives import HierarchicalCollectives
@@ -114,6 +115,8 @@ def build_stage_pipeline(
     axes = [partition.axis for partition in decisions.partitions]
     # Attention is lowered before checkpointing, which knows expensive operators by their kernels.
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
+    if decisions.loss_chunks > 1:
+        passes.append(ChunkLoss(decisions.loss_chunks, may_drop=decisions.pipeline is None))
     passes += [] if compiled else [FuseCrossEntropy()]
     # Checkpointing precedes sharding: recomputed operators then read the copy of a parameter that
     # the backward gathers.

@@ -69,6 +69,7 @@ class Decisions:
         partitions: partition of the model along each model-parallel axis, in this order.
         pipeline: pipeline stages and their schedule; None without a pipeline.
         parameter_bytes: size of each unsharded parameter, in bytes.
+        loss_chunks: number of chunks of rows in which logits and their loss are computed.
     """
 
     fingerprint: str
@@ -99,6 +100,7 @@ class Decisions:
     partitions: tuple[Partition, ...] = ()
     pipeline: Pipeline | None = None
     parameter_bytes: tuple[tuple[str, Count], ...] = ()
+    loss_chunks: Positive = 1
 
     @property
     def dp_size(self) -> int:

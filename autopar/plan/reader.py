@@ -36,6 +36,7 @@ ADDED: dict[str, Any] = {
     "offload": [],
     "offload_parameters": False,
     "offload_dir": "",
+    "loss_chunks": 1,
 }
 """Fields that older documents of this schema lack."""
 

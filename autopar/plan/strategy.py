@@ -42,6 +42,7 @@ ORDER = ("tp", "cp", "ep")
 
 SEARCHABLE = ("pp", "tp", "cp", "ep", "dp_shard")
 MOST_PREFETCH = 2**16
+MOST_LOSS_CHUNKS = 2**10
 
 REDUCE_PRECISIONS = {"bf16": "bfloat16"}
 """Names of dtypes that gradients may be reduced in, other than their own."""
@@ -111,6 +112,8 @@ class Strategy:
         keep_sharded: whether parameters in `placements` are used as shards and never gathered.
         sequence_parallel: whether replicated activations may be sharded and partial sums
             reduce-scattered (sequence parallelism, arXiv:2205.05198).
+        loss_chunks: number of chunks of rows in which logits and their loss are computed, so that
+            they are never whole; 1 for none. Outputs with logits beside a loss are then left out.
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -145,6 +148,7 @@ class Strategy:
     placements: Mapping[str, Pin | Mapping[str, Pin]] = field(default_factory=dict)
     keep_sharded: bool = False
     sequence_parallel: bool = True
+    loss_chunks: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -381,6 +385,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "placements": _placements,
     "keep_sharded": flag,
     "sequence_parallel": flag,
+    "loss_chunks": lambda name, value: count(name, value, 1, MOST_LOSS_CHUNKS),
 }
 _NEVER_NONE = {
     "batch_semantics", "lossy", "may_sync", "search", "placements", "keep_sharded",

@@ -300,4 +300,5 @@ def is_baseline(plan: Plan) -> bool:
     lossy = any((*plan.compressions.reduce, *plan.compressions.gather))
     uniform = stages in ({0}, {3}) and len(levels) <= 1 and not plan.hybrid
     other = lossy or plan.overlaps or plan.offload or plan.offload_parameters
-    return uniform and plan.dp_size == plan.world_size and not other
+    plain = plan.loss_chunks == 1 and not other
+    return uniform and plan.dp_size == plan.world_size and plain

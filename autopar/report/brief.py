@@ -78,6 +78,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "recompute": {block: level for block, level in plan.recompute if level != "none"},
         "offload": list(plan.offload),
         "offload_parameters": plan.offload_parameters,
+        "loss_chunks": plan.loss_chunks,
         "pipeline": None if plan.pipeline is None else str(plan.pipeline),
         "batch": plan.batch,
         "precision": plan.precision,

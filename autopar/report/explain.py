@@ -43,6 +43,10 @@ def explain(plan: Plan) -> str:
                 lines.append(
                     f"Memory costs time: parameters lie {lower_level(plan)} between their uses."
                 )
+            if plan.loss_chunks > 1:
+                lines.append(
+                    f"Memory costs time: logits are computed twice, in {plan.loss_chunks} chunks."
+                )
         figures = ", ".join(f"{count} {kind}" for kind, count in sorted(p.provenance.items()))
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
         if changes := [*_memory(plan, p), *_links(plan, p)]:

@@ -62,6 +62,8 @@ def layout(plan: Plan) -> list[str]:
         lines.append(f"activations of {len(plan.offload)} blocks lie {lower_level(plan)}")
     if plan.offload_parameters:
         lines.append(f"parameters lie {lower_level(plan)} between their uses")
+    if plan.loss_chunks > 1:
+        lines.append(f"logits and their loss are computed in {plan.loss_chunks} chunks of rows")
     if plan.prediction is not None and (locked := plan.prediction.host_bytes):
         lines.append(f"a rank pins {human_bytes(locked)} of its host's memory")
     if plan.sent_bytes:

@@ -221,7 +221,18 @@ def viewed(value: torch.Tensor, source: fx.Node, chain: Sequence[fx.Node]) -> to
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and draws_random(node.target, node.args, node.kwargs)
+
+
+def draws_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given))
+    return True
 
 
 def inline(

@@ -16,23 +16,31 @@ from torch import fx
 
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import Update
+from autopar.operators.attention import attention
 from autopar.operators.experts import expert_mm
 from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
 from autopar.passes.core.node_builder import aten, is_random, is_view, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.plan.recompute import ALL_LEVELS, LEVELS, Level
 
-EXPENSIVE = frozenset(
+ATTENTION = frozenset(
+    {
+        attention,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operators that level "full" never recomputes either."""
+
+EXPENSIVE = ATTENTION | frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
         aten.baddbmm.default,
         aten.convolution.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_attention_math_for_mps.default,
         aten.sort.default,
         aten.topk.default,
@@ -61,8 +69,8 @@ class CheckpointActivations(Pass):
     | "none" | views only |
     | "regather" | results of all-gathers, as Megatron's sequence parallelism does |
     | "selective" | all but `EXPENSIVE` operators, such as matrix products |
-    | "full" | all inside a block but the values that other blocks read |
-    | "everything" | as "full", and collectives too, as torch.utils.checkpoint does |
+    | "full" | all inside a block but attention, and the values that other blocks read |
+    | "everything" | as "full", with attention and collectives, as torch.utils.checkpoint does |
 
     Outside of blocks, "full" and "everything" keep the results of `EXPENSIVE` operators.
 
@@ -187,7 +195,8 @@ class MinCut:
             return not (fused or is_view(node))
         if level == "selective" or not node.meta["block"]:
             return maker.target in EXPENSIVE
-        return _leaves_block(node)
+        is_attention = level == "full" and maker.target in ATTENTION
+        return is_attention or _leaves_block(node)
 
 
 def _leaves_block(node: fx.Node) -> bool:

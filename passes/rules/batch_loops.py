@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate
+from autopar.passes.core import node_builder
 from autopar.passes.rules.loops import Loop, Operator, overloads
 from autopar.passes.rules.lowerings.random import DRAW_EACH, DRAW_LIKE
 from autopar.passes.rules.operators import attention
@@ -25,8 +26,7 @@ _DRAWS = frozenset(overloads(f"{DRAW_LIKE} {DRAW_EACH} native_dropout"))
 
 def draws_random(operator: Operator) -> bool:
     """Whether an operator draws random numbers; attention without dropout does not."""
-    seeded = torch.Tag.nondeterministic_seeded in getattr(operator.target, "tags", ())
-    return seeded and not attention.has_no_dropout(operator)
+    return node_builder.draws_random(operator.target, operator.args, operator.kwargs)
 
 
 LOGICAL_REDUCTIONS = {aten.all.default: reduction("min"), aten.any.default: reduction("max")}

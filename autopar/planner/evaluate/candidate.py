@@ -24,6 +24,7 @@ class CandidateConfig:
     Attributes:
         offload: blocks whose saved activations lie on a lower level of memory.
         offload_parameters: whether parameters lie there.
+        loss_chunks: number of chunks in which logits and their loss are computed.
         gather_bytes: size of gather buckets, in bytes.
         reduce_bytes: size of gradient buckets, in bytes.
         prefetch: number of buckets gathered ahead.
@@ -49,6 +50,7 @@ class CandidateConfig:
     hierarchical: bool = False
     offload: tuple[str, ...] = ()
     offload_parameters: bool = False
+    loss_chunks: int = 1
 
     def named(self, mesh: Mapping[str, int]) -> str:
         """The name of its plan: axes of the mesh, ZeRO stages, and the other choices."""
@@ -63,6 +65,8 @@ class CandidateConfig:
             parts.append(f"offload x{len(self.offload)}")
         if self.offload_parameters:
             parts.append("parameters offloaded")
+        if self.loss_chunks > 1:
+            parts.append(f"loss in {self.loss_chunks} chunks")
         parts.append(f"buckets {max(self.gather_bytes, self.reduce_bytes) / 2**20:g} MiB")
         if self.prefetch != 1:
             parts.append(f"prefetch {self.prefetch}")
@@ -163,6 +167,7 @@ def default_config(strategy: Strategy, blocks: Sequence[str], zero_stage: int) -
         hierarchical=bool(strategy.hierarchical),
         offload=tuple(blocks) if "activations" in contents else (),
         offload_parameters="parameters" in contents,
+        loss_chunks=strategy.loss_chunks or 1,
     )
 
 

@@ -118,7 +118,7 @@ class SpmdEvaluator(Evaluator):
         sized = config.reduce_bytes if self.setup.op_strategies else 0
         stored = plan.offload, plan.offload_parameters
         graph = self._prefixes.get(
-            (plan.zero_stages, plan.recompute, stored, sized),
+            (plan.zero_stages, plan.recompute, plan.loss_chunks, stored, sized),
             lambda: run_passes(replace(self.setup.graph, axes=Layout(plan).axes), prefix),
         )
         plan = replace(plan, notes=(*plan.notes, *graph.notes))

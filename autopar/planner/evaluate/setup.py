@@ -116,6 +116,7 @@ class EvaluationSetup:
             recompute=config.recompute,
             offload=config.offload,
             offload_parameters=config.offload_parameters,
+            loss_chunks=config.loss_chunks,
             compressions=Compressions(activations=config.compress_activations),
             prefetch=config.prefetch,
             # Stage 0 keeps whole gradients anyway, so a limit would free nothing.

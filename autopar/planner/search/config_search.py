@@ -28,6 +28,7 @@ from autopar.planner.evaluate.candidate import (
 )
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.offload_choices import offloaded
+from autopar.planner.search.chunked_loss import chunked, least_bytes
 from autopar.planner.search.runners_up import runners_up
 from autopar.planner.search.state_bytes import least_state_bytes
 
@@ -272,15 +273,16 @@ class _ConfigSearch:
         if self.strategy.recompute is not None or self.strategy.offload == "auto":
             return True
         most = self.recomputing(config, self.levels[-1], len(self.raise_order))
-        return self.cap is None or self.evaluate(most).needed_bytes <= self.cap + more
+        return self.cap is None or least_bytes(self, most, self.cap) <= self.cap + more
 
     def recomputed(self, config: CandidateConfig) -> Candidate | None:
-        """The fastest of the candidates that fit with the least recomputation and offload."""
+        """The fastest that fit with the least recomputation, offload, and chunks of the loss."""
         if self.fits(self.evaluate(config)):
             return self.evaluate(config)
         found = [self.raised_levels(config)]
         if self.strategy.offload == "auto":
             found += offloaded(self, config, found[0])
+        found += chunked(self, config)
         return self.best(found)
 
     def raised_levels(self, config: CandidateConfig) -> Candidate | None:

@@ -50,6 +50,7 @@ def _identity(candidate: Candidate) -> tuple[object, ...]:
         plan.recompute,
         plan.offload,
         plan.offload_parameters,
+        plan.loss_chunks,
         plan.buckets,
         plan.compressions,
         plan.levels,

@@ -50,6 +50,7 @@ from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
+from autopar.runtime.codegen.absent_rows import with_absent_rows
 from autopar.runtime.codegen.bindings import use_bindings
 from autopar.runtime.codegen.ranges import range_names, with_ranges
 from autopar.runtime.codegen.recorder import BoxedFunction, Recorder
@@ -273,7 +274,9 @@ def build_program(
     if split.backward is not None:
         donated = _donated_args(split.forward, split.backward) if options.is_compiled else ()
         backward = generate(split.backward, options, donated, recorder)
-    lean = replace(capture, graph=graph, captured_graph=graph)  # captured graphs are large
+    leaves = with_absent_rows(capture.leaves, capture.graph, graph)
+    # captured graphs are large
+    lean = replace(capture, graph=graph, captured_graph=graph, leaves=leaves)
     return Program(lean, graph, forward, backward, capture.graph.outputs_by_gradient())
 
 

@@ -3,6 +3,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
@@ -14,6 +15,7 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.memory.checkpoint_activations import CheckpointActivations, storage_bytes
+from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.rules.proof.oracle import is_close
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
@@ -113,6 +115,50 @@ def test_random_numbers_and_statistics_are_never_drawn_again() -> None:
     again = [node for node in after.calls() if "recomputed" in node.meta]
     assert not any(is_random(n) or "start_" in n.name or "wait" in n.name for n in again)
     assert sum(map(is_random, after.calls())) == sum(map(is_random, graph.calls()))
+
+
+class AttentionBlock(nn.Module):
+    """Attention inside of a block, with a residual."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(4, 12), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t[:, None] for t in self.project(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        return x + torch.tanh(y[:, 0])
+
+
+class Attending(nn.Module):
+    """Two blocks with attention, and a loss."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([AttentionBlock(dropout) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("level", "dropout", "again"),
+    [("full", 0.0, 0), ("everything", 0.0, 2), ("everything", 0.5, 0)],
+)
+def test_attention_runs_again_at_the_last_level_unless_it_draws(
+    level: Level, dropout: float, again: int
+) -> None:
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+    item = World(Attending(dropout).double(), ((x,), {}), 1)
+    graph = run_passes(item.graph(0), [LowerAttention("cpu")])
+    assert any(map(is_random, graph.calls())) == bool(dropout)
+    after = checkpointed(graph, level)
+    clones = [n for n in after.calls() if "recomputed" in n.meta and "attention" in str(n.target)]
+    assert len(clones) == again
+    if not dropout:
+        assert_parity(item, [after])
 
 
 class Counted(TwoLayers):

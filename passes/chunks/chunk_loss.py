@@ -1,0 +1,172 @@
+"""Computes the loss in chunks of rows, so that logits and their gradients are never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.roles import Output, Tangent
+from autopar.passes.chunks.chunk_writer import write_chunks
+from autopar.passes.chunks.row_search import HEADS, Region, find_region
+from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.pass_base import Pass, PassResult
+
+MEAN, SUM = 1, 2
+
+
+@dataclass(frozen=True)
+class ChunkLoss(Pass):
+    """Computes the last product before the loss, and all that sees its rows apart, chunk by chunk.
+
+    Before: the product makes logits of all rows, from which the loss and the gradients of the
+    product's operands follow. After: each chunk of rows has these operators of its own. What has
+    rows is concatenated, sums over rows are added. The backward computes the logits of a chunk once
+    more. An operator outside that reads them makes the pass decline, and so does one that combines
+    rows other than by a sum. Tier: exact.
+
+    Attributes:
+        chunks: number of chunks; the last may be smaller.
+        may_drop: whether outputs with rows of the logits, beside a loss, may be left out.
+    """
+
+    chunks: int
+    may_drop: bool = False
+
+    def __call__(self, graph: TrainingGraph) -> PassResult:
+        if self.chunks < 2:
+            return PassResult(graph, "there is one chunk")
+        if graph.backward_start.op == "output":
+            return PassResult(graph, "there is no backward")
+        changed = replace(graph, disposable=False).copy()  # a decline returns `graph` unchanged
+        for node in list(changed.calls()):
+            _sum_for_mean(changed.graph, node)
+        found = find_region(changed, self.chunks)
+        if isinstance(found, str) and self.may_drop and (lean := _without_outputs(changed)):
+            changed, again = lean, find_region(lean, self.chunks)
+            found = again if isinstance(again, Region) else found
+        if isinstance(found, str):
+            note = f"loss_chunks={self.chunks}: the loss is computed as a whole: {found}"
+            return PassResult(replace(graph, notes=(*graph.notes, note)), found)
+        dropped = [role for role in graph.outputs if role not in changed.outputs]
+        write_chunks(changed, found, self.chunks)
+        return PassResult(replace(changed, notes=(*graph.notes, *map(_note, dropped))))
+
+
+def _note(role: Any) -> str:
+    return (
+        f"output {role.index} of the model is left out: the loss is computed in chunks, and "
+        "reading it raises an error. Give Strategy(loss_chunks=1) to have it"
+    )
+
+
+# Means.
+
+
+def _sum_for_mean(graph: fx.Graph, node: fx.Node) -> None:
+    """Replaces a mean over rows by a sum and a quotient, which chunks can be added up to."""
+    if node.meta["phase"] != "forward":
+        return
+    if node.target is aten.nll_loss_forward.default and node.args[3] == MEAN:
+        _sum_of_losses(graph, node)
+    elif node.target is aten.mean.default and _is_wide_enough(node):
+        _sum_of_values(graph, node)
+
+
+def _is_wide_enough(node: fx.Node) -> bool:
+    return bool(tensors(node)[0].itemsize >= 4) and tensors(node.all_input_nodes[0])[0].dim() > 1
+
+
+def _sum_of_losses(graph: fx.Graph, node: fx.Node) -> None:
+    if tensors(node)[0].dtype == torch.float16:
+        return  # a sum may exceed its range
+    items = {user.args[1]: user for user in node.users}
+    log, target, weights, _, ignored = node.args
+    with graph.inserting_before(node):
+        operator = aten.nll_loss_forward.default
+        pair = _like(node, call(graph, node, operator, log, target, weights, SUM, ignored))
+        total, weight = (_like(node, call(graph, node, getitem, pair, i)) for i in (0, 1))
+        mean = _like(node, call(graph, node, aten.div.Tensor, total, weight))
+    for place, new in ((0, mean), (1, weight)):
+        if place in items:
+            items[place].replace_all_uses_with(new)
+            graph.erase_node(items[place])
+    graph.erase_node(node)
+
+
+def _sum_of_values(graph: fx.Graph, node: fx.Node) -> None:
+    (source,) = node.all_input_nodes
+    dtype = {"dtype": tensors(node)[0].dtype}
+    with graph.inserting_before(node):
+        total = _like(node, call(graph, node, aten.sum.default, source, **dtype))
+        count = tensors(source)[0].numel()
+        mean = _like(node, call(graph, node, aten.div.Scalar, total, count))
+    node.replace_all_uses_with(mean)
+    graph.erase_node(node)
+
+
+def _like(node: fx.Node, new: fx.Node) -> fx.Node:
+    new.meta |= {k: node.meta[k] for k in ("placement", "batch_dims") if k in node.meta}
+    return new
+
+
+# Outputs.
+
+
+def _without_outputs(graph: TrainingGraph) -> TrainingGraph | None:
+    """The graph, changed in place, without outputs as large as logits; None if it keeps all.
+
+    One scalar with a gradient remains, so that the model is trained by it.
+    """
+    table = dict(zip(graph.outputs, graph.results, strict=True))
+    trained = {role.index for role in graph.inputs if isinstance(role, Tangent)}
+    losses = [n for r, n in table.items() if isinstance(r, Output) and r.index in trained and n]
+    if not any(tensors(loss)[0].numel() == 1 for loss in losses):
+        return None
+    dropped = {
+        role: node
+        for role, node in table.items()
+        if isinstance(role, Output) and role.index not in trained and node is not None
+        if _is_of_product(node)
+    }
+    kept = {role: node for role, node in table.items() if role not in dropped}
+    if not dropped:
+        return None
+    graph.output_node.args = (list(kept.values()),)
+    for node in dropped.values():
+        _erase_unread(graph.graph, node)
+    return replace(graph, outputs=tuple(kept))
+
+
+def _is_of_product(node: fx.Node) -> bool:
+    """Whether a value has numbers of a product's result, several a row."""
+    source = node
+    for source in _sources(node):
+        if source.target in HEADS:
+            rows = tensors(source)[0].shape[0]
+            return tensors(node)[0].numel() > rows
+    return False
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """A value, and the first operands that it was computed from, up to a product."""
+    while node.op == "call_function":
+        yield node
+        first = node.all_input_nodes
+        if node.target in HEADS or not first:
+            return
+        node = first[0]
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and not node.users:
+            pending += node.all_input_nodes
+            graph.erase_node(node)
