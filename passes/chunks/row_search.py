@@ -29,7 +29,7 @@ PRODUCTS |= frozenset((*CANONICAL, *KERNELS))
 REDUCERS = frozenset(
     overloads(
         "sum.dim_IntList amax amin max.dim min.dim mean.dim logsumexp gather argmax argmin "
-        "any.dim all.dim prod.dim_int linalg_vector_norm var.correction nll_loss_forward"
+        "any.dim all.dim select.int prod.dim_int linalg_vector_norm var.correction nll_loss_forward"
     )
 )
 """Operators that leave one number a row: of a single column, shapes do not tell them apart."""
@@ -111,7 +111,7 @@ class _Search:
 
     def __init__(self, head: fx.Node, rows: Rows, order: list[fx.Node]) -> None:
         self.head, self.order = head, order
-        self.count, self.numbers = rows.count, tensors(head)[0].shape[-2]
+        self.count, self.each = rows.count, tensors(head)[0].shape[-2] // rows.count
         self.carried: dict[fx.Node, Carried] = {}
         self.results: dict[fx.Node, tuple[Carried, ...]] = {}
         self.carriages: dict[fx.Node, Carriage] = {}
@@ -179,7 +179,7 @@ class _Search:
         alone = all(u in self.carried or u.meta.get("phase") != phase for u in node.users)
         leaves = any(u.op == "output" for u in node.users)
         single = isinstance(node.meta["val"], torch.Tensor)
-        return single and alone and not leaves and node.meta["val"].numel() > self.numbers
+        return single and alone and not leaves and self.numbers(node, self.expected[node]) > 1
 
     def join(self, node: fx.Node, result: Rows | None = None) -> None:
         """Takes in an operator; raises Whole if it does not run over the rows."""
@@ -240,13 +240,15 @@ class _Search:
         maker = node.all_input_nodes[0] if node.target is getitem else node
         if maker.target in PRODUCTS and maker is not self.head:
             return
-        numbers = node.meta["val"].numel()
         # Of several ranks the last may have a single column, and divides like the others.
-        as_read = maker.target not in REDUCERS and any(
-            x in self.wide and tensors(x)[0].numel() == numbers for x in operands(maker)
-        )
-        if maker is self.head or numbers > self.numbers or as_read:
+        keeps_columns = maker.target not in REDUCERS and self.wide.intersection(operands(maker))
+        if maker is self.head or keeps_columns or self.numbers(node, carried) > 1:
             self.wide.add(node)
+
+    def numbers(self, node: fx.Node, rows: Carried) -> float:
+        """Numbers of a value for each row of the product."""
+        assert isinstance(rows, Rows)
+        return tensors(node)[0].numel() / (rows.count * self.each)
 
     # Checks.
 
