@@ -64,7 +64,7 @@ class Carriage:
 def rows_through(
     operator: Operator, operands: Sequence[Rows | None], result: Rows | None = None
 ) -> Carriage | None:
-    """How an operator carries the rows of some of its operands, or of its first result.
+    """Rows of an operator's values, from those of some operands or of its first result.
 
     None if no loop of the operator runs over the rows, or if it combines them other than by a sum.
     """
@@ -111,7 +111,7 @@ def _inner_pieces(rows: Rows, access: Access) -> int | None:
 
 
 def _moved_rows(operator: Operator, operands: Sequence[Rows | None]) -> Carriage | None:
-    """How a slice of rows carries them, and its backward, which puts them between zeros."""
+    """Rows of a slice of rows, and of its backward, which puts them between zeros."""
     target = operator.target
     if target not in (aten.slice.Tensor, aten.slice_backward.default) or operands[0] is None:
         return None

@@ -27,17 +27,18 @@ class AbsentRowsError(StrategyError, AttributeError):
 class AbsentRows:
     """An output that is never whole on a rank, because the loss is computed in chunks of its rows.
 
-    It has a shape and a dtype, and no values: whatever reads it raises a StrategyError.
+    It has a shape and no values: whatever reads it raises a StrategyError.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
+        # a public dtype would make accelerate take it for a tensor, and cast it
+        self.shape, self._dtype = torch.Size(shape), dtype
 
     def __repr__(self) -> str:
-        return f"AbsentRows(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"AbsentRows(shape={tuple(self.shape)}, dtype={self._dtype})"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or "shape" not in vars(self):
             raise AttributeError(name)  # protocols of Python, such as copying
         raise self._error(f".{name}")
 
