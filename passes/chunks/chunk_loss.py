@@ -43,6 +43,8 @@ class ChunkLoss(Pass):
             return PassResult(graph, "there is one chunk")
         if graph.backward_start.op == "output":
             return PassResult(graph, "there is no backward")
+        if not any(isinstance(role, Tangent) for role in graph.inputs):
+            return PassResult(graph, "the loss is in another stage")
         changed = replace(graph, disposable=False).copy()  # a decline returns `graph` unchanged
         for node in list(changed.calls()):
             _sum_for_mean(changed.graph, node)

@@ -43,7 +43,6 @@ from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.data_parallel.propagate import BatchPlacements
 from autopar.passes.data_parallel.redistribute import BatchRedistributor, moves
 from autopar.passes.data_parallel.strategy_choice import batch_dims_after
-from autopar.passes.rules.batch_loops import draws_random
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import lower
@@ -158,7 +157,7 @@ class _BatchPartitioner(Partitioner):
     def operator(self, node: fx.Node) -> None:
         """Writes an operator; random numbers without a batch dim come from slice 0."""
         super().operator(node)
-        if is_name(node) or not is_random(node) or not draws_random(Operator.of(node)):
+        if is_name(node) or not is_random(node):
             return
         op_strategy = self.op_strategies.get(node.name)
         if op_strategy is not None and any(isinstance(p, Shard) for p in op_strategy.results):

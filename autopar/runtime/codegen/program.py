@@ -43,8 +43,6 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import disabled_passes
-from autopar.passes.rules.batch_loops import draws_random
-from autopar.passes.rules.loops import Operator
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
@@ -142,7 +140,7 @@ class Program:
     @cached_property
     def draws(self) -> tuple[tuple[str, tuple[torch.Size | None, ...]], ...]:
         """The random operators of the forward in their order, with the shapes of their results."""
-        drawn = (n for n in self.forward.graph.calls() if draws_random(Operator.of(n)))
+        drawn = filter(is_random, self.forward.graph.calls())
         return tuple(
             (str(n.target), tuple(None if t is None else t.shape for t in elements(n)))
             for n in drawn
@@ -254,8 +252,11 @@ def build_program(
     recorder: Recorder | None = None,
 ) -> Program:
     """Lowers a capture and generates its code."""
+    derives = capture.call is not None and bool(capture.call.derivatives)
+    # Results of a derivative are gradients, none of which may be left out.
+    plan = replace(options.plan, loss_chunks=1) if derives else options.plan
     passes = build_pass_pipeline(
-        options.plan,
+        plan,
         options.rank,
         options.comm_backend,
         op_strategies=op_strategies,

@@ -227,3 +227,18 @@ def test_pipelines_return_their_logits() -> None:
         assert losses == pytest.approx(wanted, rel=1e-9)
         assert max(relative_error(found[name], state[name]) for name in state) < 1e-9
         assert "AbsentRows" not in text
+
+
+def twice(rank: int, world_size: int, chunks: int) -> list[Tensor]:
+    """Gradients of the squares of a loss's gradients."""
+    model = Words("mean", returns_logits=True).double()
+    parallel = autopar.compile(model, strategy=fixed(loss_chunks=chunks), fallback=False)
+    parameters = [*parallel.parameters()]
+    loss = parallel(*batch(ROWS, 8)[0])[0]
+    first = torch.autograd.grad(loss, parameters, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
+
+
+def test_gradients_of_gradients_are_whole() -> None:
+    whole, divided = (run(twice, world_size=2, chunks=chunks)[0] for chunks in (1, 4))
+    assert max(map(relative_error, divided, whole)) < 1e-9
