@@ -76,11 +76,12 @@ class Words(nn.Module):
         shift: str = "",
         returns_logits: bool = False,
         narrow_head: bool = False,
+        words: int = WORDS,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias)
+        self.words = nn.Embedding(words, WIDTH)
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, words, bias)
         if tied:
             self.head.weight = self.words.weight
         self.loss, self.shift, self.returns_logits = LOSSES[loss], shift, returns_logits

@@ -12,16 +12,21 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.placement import Shard
 from autopar.ir.roles import Output
 from autopar.passes.chunks.chunk_loss import ChunkLoss
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
+from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.reference import relative_error
 from tests.harness.training import fixed, whole_state
 from tests.harness.worlds import run
 from tests.passes.chunks.losses import IGNORED, LOSSES, WIDTH, WORDS, Words, batch
 from tests.passes.golden import order
 from tests.passes.parity import World, assert_parity, parity_errors
+from tests.passes.partitions import AXIS as MODEL_AXIS
+from tests.passes.partitions import captured, partitioned, whole
 
 ROWS, LENGTH = 4, 5
 
@@ -128,6 +133,22 @@ b cat_default
 b mm_3
 b mm_4""",
     )
+
+
+@pytest.mark.parametrize("shift", ["", "logits"])
+def test_a_rank_with_one_column_divides_like_the_others(shift: str) -> None:
+    """Of 7 words the ranks have 3, 3 and 1."""
+    model = Words("z-loss", shift=shift, words=7).double()
+    (x, y), _ = batch(ROWS, LENGTH)
+    graph, values = captured(model, ((x % 7, torch.where(y > 0, y % 7, y)), {}), 3)
+    strategies = partition_by_bytes(graph, 3, {"head.weight": Shard(0)})
+    found = partitioned(graph, 3, strategies, values, ChunkLoss(3))
+    for rank in range(3):
+        after = run_passes(graph, [PartitionAxis(MODEL_AXIS, rank, strategies), ChunkLoss(3)])
+        assert not after.notes
+    for role, wanted in whole(graph, values).items():
+        assert (result := found[role]) is not None
+        assert relative_error(result, wanted) < 1e-9
 
 
 # When it declines.
@@ -240,5 +261,5 @@ def twice(rank: int, world_size: int, chunks: int) -> list[Tensor]:
 
 
 def test_gradients_of_gradients_are_whole() -> None:
-    whole, divided = (run(twice, world_size=2, chunks=chunks)[0] for chunks in (1, 4))
-    assert max(map(relative_error, divided, whole)) < 1e-9
+    wanted, found = (run(twice, world_size=2, chunks=chunks)[0] for chunks in (1, 4))
+    assert max(map(relative_error, found, wanted)) < 1e-9
