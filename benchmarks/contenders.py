@@ -153,10 +153,13 @@ def build_autopar(
     package: str = "autopar",
     backend: str = "eager",
     statistics: Statistics | None = None,
+    loss_chunks: int | None = None,
 ) -> Step:
     """Return autopar, or an earlier commit of it unpacked by `benchmarks.before`."""
     library = importlib.import_module(package)
     chosen = library.Strategy.of(strategy)
+    if loss_chunks:
+        chosen = replace(chosen, loss_chunks=loss_chunks)
     if statistics:
         chosen = replace(chosen, batch_semantics=statistics)
     options = {"example_inputs": case.batch(0), "strategy": chosen, "backend": backend}
@@ -201,6 +204,12 @@ def _loss(name: str, *, given: bool) -> Contender:
     return Contender(name, build, ("autopar-ddp",), module="autopar", only_named=True)
 
 
+def _chunks(strategy: str) -> Contender:
+    build = partial(build_autopar, strategy=strategy, loss_chunks=8)
+    name, peers = f"autopar-{strategy}/8-chunks", (f"autopar-{strategy}",)
+    return Contender(name, build, peers, module="autopar", only_named=True)
+
+
 def _deepspeed(stage: int) -> Contender:
     build = partial(build_deepspeed, stage=stage)
     return Contender(f"deepspeed-{stage}", build, ("ddp",), module="deepspeed")
@@ -220,6 +229,8 @@ CONTENDERS = (
     _autopar("zero3", "before-zero3", "fully_shard"),
     _loss("autopar-ddp/loss_fn", given=True),
     _loss("autopar-ddp/loss-in-loop", given=False),
+    _chunks("ddp"),
+    _chunks("zero3"),
     _before("ddp"),
     _before("zero3"),
     _autopar("auto", "ddp", "plain", alone=None),
