@@ -156,7 +156,7 @@ class TrainingState:
             warn_once(
                 NumericsWarning,
                 "autopar differs from the run before the restart: on another mesh dropout draws "
-                "other masks",
+                "other masks, and what the loop draws by torch's generator may differ too",
             )
 
 

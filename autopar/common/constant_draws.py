@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ class ConstantDraws(TorchDispatchMode):
 
     Dropout keeps and scales every element. Uniform numbers are the middle of their range, normal
     numbers half a deviation above the mean, integers the lowest, permutations the identity. These
-    values do not depend on sharding. Captures see the operators unchanged.
+    values do not depend on sharding, and generators stay as they are. Captures see the operators
+    unchanged.
 
     Attributes:
         names: replaced operators, in the order of their first call.
@@ -101,12 +103,25 @@ def _constant(
         value, rate = named["input"], named["p"]
         scale = 1.0 / (1.0 - rate) if rate < 1 else 0.0
         return value * scale, torch.full_like(value, rate < 1, dtype=torch.bool)
-    result = func(*args, **kwargs)
+    with _generator_kept(named):
+        result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor):
         middle = 0.5 if result.is_floating_point() else 1
         value = _VALUES[name](named, result) if name in _VALUES else middle
         result.copy_(torch.as_tensor(value, device=result.device))
     return result
+
+
+@contextlib.contextmanager
+def _generator_kept(named: Mapping[str, Any]) -> Iterator[None]:
+    """Leaves generators as they are: the loop may draw its next batch by the same one."""
+    own = named.get("generator")
+    before = own.get_state() if own is not None else None
+    devices = {x.device for x in named.values() if isinstance(x, torch.Tensor) and x.is_cuda}
+    with torch.random.fork_rng(devices=devices):
+        yield
+    if own is not None:
+        own.set_state(before)
 
 
 def _bernoulli(named: Mapping[str, Any], result: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.common.notices import BorderNote
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Output, Tangent
 from autopar.passes.chunks.chunk_writer import write_chunks
@@ -54,14 +55,14 @@ class ChunkLoss(Pass):
             found = again if isinstance(again, Region) else found
         if isinstance(found, str):
             note = f"loss_chunks={self.chunks}: the loss is computed as a whole: {found}"
-            return PassResult(replace(graph, notes=(*graph.notes, note)), found)
+            return PassResult(replace(graph, notes=(*graph.notes, BorderNote(note))), found)
         dropped = [role for role in graph.outputs if role not in changed.outputs]
         write_chunks(changed, found, self.chunks)
         return PassResult(replace(changed, notes=(*graph.notes, *map(_note, dropped))))
 
 
-def _note(role: Any) -> str:
-    return (
+def _note(role: Any) -> BorderNote:
+    return BorderNote(
         f"output {role.index} of the model is left out: the loss is computed in chunks, and "
         "reading it raises an error. Give Strategy(loss_chunks=1) to have it"
     )

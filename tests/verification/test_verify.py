@@ -224,9 +224,11 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 def test_draws_are_constants(name: str) -> None:
     draw, value = DRAWS[name]
     x = torch.ones(3, 5)
+    before = torch.get_rng_state()
     with ConstantDraws() as draws:
         assert draw(x).eq(value).all()
     assert list(draws.names) == [name]
+    assert torch.get_rng_state().equal(before)  # the loop's next batch is drawn by it
 
 
 def test_indices_that_are_drawn_are_in_order() -> None:

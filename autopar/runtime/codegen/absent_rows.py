@@ -1,23 +1,27 @@
-"""`AbsentRows`: stands for logits that a program leaves out of its outputs."""
+"""`AbsentRows`: stands for logits that a program leaves out of its outputs.
+
+It shows nothing of them, not even a shape: a rank's program has the rows of this rank alone, and
+whoever counts by them would count those.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
-
-import torch
 
 from autopar._torch import pytree
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.graph import TrainingGraph
 from autopar.ir.roles import Output
 
 READS = (
     "add and bool bytes contains delitem eq float floordiv ge getitem gt index int invert iter le "
     "len lt matmul mod mul ne neg or pos pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub "
-    "rtruediv rxor setitem sub truediv xor array dlpack complex abs"
+    "rtruediv rxor setitem sub truediv xor array dlpack complex abs dlpack_device format round "
+    "lshift rshift rlshift rrshift divmod rdivmod reversed iadd isub imul itruediv ifloordiv imod "
+    "ipow imatmul iand ior ixor reduce_ex"
 )
-"""Python's operators that would read a tensor."""
+"""Python's operators and protocols that would read a tensor, pickling among them."""
 
 
 class AbsentRowsError(StrategyError, AttributeError):
@@ -27,20 +31,28 @@ class AbsentRowsError(StrategyError, AttributeError):
 class AbsentRows:
     """An output that is never whole on a rank, because the loss is computed in chunks of its rows.
 
-    It has a shape and no values: whatever reads it raises a StrategyError.
+    Whatever reads or changes it raises a StrategyError.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        # a public dtype would make accelerate take it for a tensor, and cast it
-        self.shape, self._dtype = torch.Size(shape), dtype
+    def __init__(self, index: int) -> None:
+        vars(self)["_index"] = index
 
     def __repr__(self) -> str:
-        return f"AbsentRows(shape={tuple(self.shape)}, dtype={self._dtype})"
+        return f"AbsentRows(output {self._index})"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "shape" not in vars(self):
+        if name.startswith("__") or "_index" not in vars(self):
             raise AttributeError(name)  # protocols of Python, such as copying
         raise self._error(f".{name}")
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise self._error(f".{name}")
+
+    def __copy__(self) -> AbsentRows:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> AbsentRows:
+        return self
 
     @classmethod
     def __torch_function__(
@@ -51,9 +63,9 @@ class AbsentRows:
 
     def _error(self, where: str) -> AbsentRowsError:
         return AbsentRowsError(
-            f"an output of shape {tuple(self.shape)} is read{where}, but the plan computes the "
-            "loss in chunks of its rows, and leaves it out. Give Strategy(loss_chunks=1) to have "
-            "it, or call the model in evaluation under torch.no_grad()"
+            f"output {self._index} of the model is read{where}, but the plan computes the loss in "
+            "chunks of its rows, and leaves it out. Give Strategy(loss_chunks=1) to have it, or "
+            "call the model in evaluation under torch.no_grad()"
         )
 
 
@@ -73,10 +85,8 @@ def with_absent_rows(
     leaves: Sequence[Any], captured: TrainingGraph, lowered: TrainingGraph
 ) -> tuple[Any, ...]:
     """The outputs of a call, with a stand-in for each tensor that the program leaves out."""
-    found: Mapping[Any, Any] = dict(zip(captured.outputs, captured.results, strict=True))
     leaves = list(leaves)
-    for role in set(captured.outputs).difference(lowered.outputs):
-        if isinstance(role, Output) and (node := found[role]) is not None:
-            (fake,) = tensors(node)
-            leaves[role.index] = AbsentRows(fake.shape, fake.dtype)
+    for role, node in zip(captured.outputs, captured.results, strict=True):
+        if isinstance(role, Output) and node is not None and role not in lowered.outputs:
+            leaves[role.index] = AbsentRows(role.index)
     return tuple(leaves)

@@ -164,9 +164,12 @@ def distribute_parameters(
 
 def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Swaps the tensors of two parameters in place; the user's hooks stay."""
-    hooks = _hooks_of(parameter)
-    if parameter.requires_grad:
+    hooks, trains = _hooks_of(parameter), parameter.requires_grad
+    if trains:
         _refuse_earlier_graphs(parameter)
+    elif parameter.is_floating_point() or parameter.is_complex():
+        # torch looks for the accumulator, which `OutsideGradients` holds, of trained tensors alone
+        parameter.requires_grad_()
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError:  # an uncollected autograd graph may reference it
@@ -174,6 +177,7 @@ def swap_parameter(parameter: nn.Parameter, other: nn.Parameter) -> None:
         try:
             torch.utils.swap_tensors(parameter, other)
         except RuntimeError as error:
+            parameter.requires_grad_(trains)
             raise StrategyError(
                 f"a parameter of shape {list(parameter.shape)} cannot be sharded in place, since "
                 "something refers to it: a view, or a loss that was computed before the first "

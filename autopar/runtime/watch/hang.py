@@ -220,5 +220,5 @@ def where_ranks_are() -> str:
         lines.append(f"rank(s) {absent} did not come")
     lines += [f"rank {r} {found[r]}" for r in absent if r in found]
     if silent := [r for r in absent if r not in found]:
-        lines.append(f"rank(s) {silent} do not answer: ended, stopped or cut off")
+        lines.append(f"rank(s) {silent} do not answer yet: busy, stopped or ended")
     return "; ".join(lines)

@@ -82,3 +82,26 @@ def look(rank: int, world_size: int) -> None:
 
 def test_values_that_are_only_read_may_be_kept() -> None:
     run(look, 2)
+
+
+def train_frozen(rank: int, world_size: int, options: dict[str, int], batch: str) -> None:
+    """A frozen weight is sharded by the first call, and trained from the third step on."""
+    pair = Pair(Layers, strategy=of_options(options), batch=batch)
+    own = slice(rank, None, world_size) if batch == "local" else slice(None)
+    for model in pair.models:
+        model[1].weight.requires_grad_(False)
+    for step in range(4):
+        if step == 2:
+            for model in pair.models:
+                model[1].weight.requires_grad_()
+        pair.plain(X).square().mean().backward()
+        pair.parallel(X[own]).square().mean().backward()
+        pair.check_gradients()
+        pair.step()
+    pair.check_state()
+
+
+@pytest.mark.parametrize("batch", ["local", "global"])
+@pytest.mark.parametrize("options", STRATEGIES[:2], ids=str)
+def test_frozen_parameters_are_sharded(options: dict[str, int], batch: str) -> None:
+    run(train_frozen, 2, options=options, batch=batch)
