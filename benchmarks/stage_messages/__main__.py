@@ -55,6 +55,8 @@ def measure(given: argparse.Namespace, zero: int) -> dict[str, Any]:
     # each stage gathers its parameters and reduces its gradients once a step
     wire_s = 8 * limited["sent_bytes"] / bits_per_second(given.rate)
     row: dict[str, Any] = {
+        "pp": given.pp,
+        "zero": zero,
         "nodes": given.nodes,
         "ranks_per_node": given.ranks_per_node,
         "rate": given.rate,
@@ -69,6 +71,7 @@ def measure(given: argparse.Namespace, zero: int) -> dict[str, Any]:
             "without_messages_s": without_s,
             "hidden": 1.0 - (step_s - without_s) / (given.pp * wire_s),
         }
+    row["ratio"] = row["after"]["step_s"] / row["before"]["step_s"]
     return row
 
 
