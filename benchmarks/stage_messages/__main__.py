@@ -52,7 +52,6 @@ def measure(given: argparse.Namespace, zero: int) -> dict[str, Any]:
     """One plan of both versions: medians of the slowest rank's steps."""
     runs = {rate: run(given, zero, rate) for rate in (given.rate, None)}
     limited, free = runs[given.rate], runs[None]
-    # each stage gathers its parameters and reduces its gradients once a step
     wire_s = 8 * limited["sent_bytes"] / bits_per_second(given.rate)
     row: dict[str, Any] = {
         "pp": given.pp,

@@ -211,6 +211,15 @@ def find_containers(
                 find_containers(part, path.child(key), found, limit, depth - 1)
 
 
+def leaves(values: tuple[Any, ...]) -> Iterator[Any]:
+    """Values of tuples within tuples."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from leaves(value)
+        else:
+            yield value
+
+
 def identity(container: Container) -> int:
     """A number of a container; that of hidden parts is their owner's, negated."""
     return -id(container.value) if isinstance(container, HiddenParts) else id(container)

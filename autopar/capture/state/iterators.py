@@ -18,6 +18,7 @@ from autopar.capture.state.contents import (
     containers,
     find_containers,
     items,
+    leaves,
 )
 
 
@@ -31,7 +32,7 @@ def iterators_in(value: Any) -> Iterator[Any]:
     found: Found = {}
     find_containers(value, ValuePath("", ("",)), found, MAX_COMPARED)
     inside = [part for container, _ in found.values() for _, part in items(container)]
-    for part in _leaves((value, *inside)):
+    for part in leaves((value, *inside)):
         if part is not value and _is_iterator(part) and not _shows_state(part):
             yield part
 
@@ -43,11 +44,3 @@ def _is_iterator(value: Any) -> bool:
 def _shows_state(iterator: Any) -> bool:
     # a generator that has ended shows nothing, and gives nothing
     return isinstance(iterator, GeneratorType) or any(map(items, containers(iterator)))
-
-
-def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _leaves(tuple(value))
-        else:
-            yield value

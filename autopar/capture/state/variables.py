@@ -39,6 +39,7 @@ from autopar.capture.state.contents import (
     containers,
     find_containers,
     items,
+    leaves,
     member_of,
 )
 
@@ -176,7 +177,7 @@ class VariableSearch:
         for value in values:
             find_containers(value, ValuePath("", ("",)), held, MAX_CONTAINERS)
         inside = [part for container, _ in held.values() for _, part in items(container)]
-        for value in _leaves((*values, *inside)):
+        for value in leaves((*values, *inside)):
             yield from functions_behind(value)
 
     def _search(self, entry: Any, kind: type) -> None:
@@ -234,15 +235,6 @@ class VariableSearch:
             self._counts[name] = count = self._counts.get(name, 0) + 1
             self.watched[f"{name} ({count})" if count > 1 else name] = variable
         self._readers[place] |= nested_code(code)
-
-
-def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
-    """Values of tuples within tuples."""
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _leaves(value)
-        else:
-            yield value
 
 
 def _parts_of(function: FunctionType) -> list[str]:

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from autopar.ir.graph import source_line
+from autopar.passes.core.collective_ops import WAIT_LOWERED
 
 MAX_WAITS = 256
 """Waits that the ring buffer holds."""
-
-_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Wait(NamedTuple):
@@ -96,7 +94,7 @@ LOG = CollectiveLog()
 def wait_logged(tensor: Any, what: str) -> Any:
     """`wait_tensor` that the log sees."""
     LOG.start(what)
-    result = _wait_tensor(tensor)
+    result = WAIT_LOWERED(tensor)
     LOG.finish()
     return result
 
@@ -108,7 +106,7 @@ def log_waits(graph: fx.Graph, axes: dict[fx.Node, str]) -> None:
         graph: lowered graph.
         axes: name of the mesh axis of each collective.
     """
-    for node in graph.find_nodes(op="call_function", target=_wait_tensor):
+    for node in graph.find_nodes(op="call_function", target=WAIT_LOWERED):
         start = node.args[0]
         while isinstance(start, fx.Node) and start.args and start not in axes:
             start = start.args[0]
