@@ -15,7 +15,6 @@ from torch import Tensor
 import autopar
 from autopar.errors import AutoparError, FallbackWarning, NumericsWarning
 from benchmarks.architectures.table import ARCHITECTURES
-from benchmarks.memoize import memoized_capture
 from tests.harness.architectures import Loss
 from tests.harness.reference import Reference, snapshot, worst_error, worst_loss
 from tests.harness.training import fixed, whole_state
@@ -44,8 +43,7 @@ class Row:
         outcome: "exact", "told" (a warning or an error of autopar says what differs), "silent"
             (differs without a warning) or "failed" (any other error, or the time limit).
         error: largest relative difference of a loss or a tensor of the final state.
-        compile_s: seconds from the model to the first step's end; captures of an architecture are
-            shared by its plans, so the first plan has them.
+        compile_s: seconds from the model to the first step's end.
         why: what was told, or how it failed.
     """
 
@@ -116,7 +114,7 @@ def train_on_rank(rank: int, world_size: int, name: str, plan: str) -> Trained:
     """Trains under a plan on one rank, and keeps what autopar warned of."""
     start = time.perf_counter()
     times: list[float] = []
-    with warnings.catch_warnings(record=True) as caught, memoized_capture(_captures(name)):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = Loss(ARCHITECTURES[name].make())
         compiled = autopar.compile(model, strategy=fixed(**PLANS[plan]), static=STATIC)
@@ -129,11 +127,6 @@ def train_on_rank(rank: int, world_size: int, name: str, plan: str) -> Trained:
         if issubclass(each.category, kinds)
     ]
     return Trained(Reference(losses, state), times[0] - start, told)
-
-
-@functools.lru_cache(maxsize=1)
-def _captures(name: str) -> dict[Any, Any]:
-    return {}
 
 
 def _train(model: Any, name: str, times: list[float]) -> list[float]:

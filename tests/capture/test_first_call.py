@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.passes.pipeline import build_pass_pipeline
 from tests.capture.test_trace import X, captured, run
+from tests.harness.training import SGD, fixed
+from tests.harness.worlds import run as run_on_ranks
 from tests.passes.parity import World, assert_parity
 
 
@@ -38,6 +41,32 @@ def test_hooks_of_the_first_call_are_added_once() -> None:
     assert len(model.lin._forward_hooks) == 1
     assert model.is_hooked
     torch.testing.assert_close(model(X), model.lin(X).sum())
+
+
+def train_hooked(rank: int, world_size: int) -> list[float]:
+    """Losses of stages; rows need each other, so a micro-batch and the batch are captured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Hooked()).double()
+    x = torch.randn(4, 4).double()
+    if world_size > 1:
+        strategy = fixed(pp=2, schedule="1f1b", micro_batches=2)
+        model = autopar.compile(model, strategy=strategy, fallback=False)
+    optimizer = SGD(model.parameters())
+    losses = []
+    for _ in range(3):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_hooks_of_the_first_call_do_not_stop_the_second_capture() -> None:
+    want = train_hooked(0, 1)
+    assert len(set(want)) == len(want)
+    for losses in run_on_ranks(train_hooked, 2):
+        assert losses == pytest.approx(want, rel=1e-12)
 
 
 class Instances(OrderedDict[str, type[nn.Module]]):

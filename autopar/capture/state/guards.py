@@ -100,16 +100,19 @@ class Guards:
     ) -> None:
         """Adds the dependencies of a capture to the state.
 
-        The state keeps its number, unless earlier programs hold newly lifted tensors as constants.
+        The state keeps its number, unless earlier programs hold newly lifted tensors as constants
+        or ran without the hooks that a first call added.
         """
         self._reads |= dict.fromkeys(reads)
         self._classes |= dict.fromkeys(classes)
         self._variables |= variables
         self._backward = self._backward | backward if backward else self._backward
-        more = not self.lifted.issuperset(lifted)
+        is_new = not self.lifted.issuperset(lifted)
         self.lifted = self.lifted.union(lifted)
+        if self._structure is not None and not self._structure.holds():
+            self._structure, is_new = None, True  # the captured call added hooks, which stay
         self._compute_key()
-        self._states[self._key] = len(self._states) if more else self.state
+        self._states[self._key] = len(self._states) if is_new else self.state
         self.state = self._states[self._key]
 
     def lift(self, names: Iterable[str]) -> None:
