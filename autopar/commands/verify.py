@@ -102,6 +102,11 @@ def verify_loop(options: argparse.Namespace, folder: Path) -> int:
     if status or not folder_of(compiled, 0).exists():
         return 2
     summary = Summary.load(folder_of(compiled, 0))
+    if not summary.steps:
+        raise StrategyError(
+            f"{options.script} made no optimizer step, so there is nothing to compare. A script "
+            "that resumes a finished run has no step left: give it an empty checkpoint folder."
+        )
     if not summary.batches:
         raise StrategyError(
             f"{options.script} made {summary.steps} optimizer steps, none of them of a model from "

@@ -26,7 +26,7 @@ WIDTH = 80
 _INDENT = 12
 
 _NOTES = 3
-"""Number of notes, each cut to a line; the tables have all of them."""
+"""Number of notes, each whole; the tables have all of them."""
 
 _WORDS: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 
@@ -41,10 +41,7 @@ def brief(plan: Plan) -> str:
         lines.append(_line("step", "not predicted: the strategy left nothing to choose"))
     else:
         lines += (_line(name, text) for name, text in _predicted(plan, p))
-    lines += (
-        _line("note", textwrap.shorten(note, WIDTH - _INDENT, placeholder=" ..."))
-        for note in plan.notes[:_NOTES]
-    )
+    lines += (_line("note", note) for note in plan.notes[:_NOTES])
     if (more := len(plan.notes) - _NOTES) > 0:
         notes = "1 more note" if more == 1 else f"{more} more notes"
         lines.append(_line("", f"{notes}: -v or print(plan) shows them all"))

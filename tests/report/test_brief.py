@@ -12,14 +12,16 @@ from tests.planner.problems import problem_of
 NOTES = ("short", *(f"note {number}: {'word ' * 30}" for number in range(4)))
 
 
-def test_notes_are_cut_and_counted_and_lines_are_coloured() -> None:
+def test_notes_are_whole_and_counted_and_lines_are_coloured() -> None:
     base = problem_of(MODELS["gpt"].make(), Strategy()).base()
     cost = Prediction(0.1, 0.0, 0.1, 0.0, 0.0, peak_bytes=1)
     search = SearchOutcome(1, 2, 0.09, "zero3", 0.12, complete=False)
     text = brief(replace(base, prediction=cost, search=search, notes=NOTES))
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert [line.split()[0] for line in lines[-4:]] == ["note", "note", "note", "2"]
+    assert sum(line.startswith("  note") for line in lines) == 3
+    assert text.count("word") == 60
+    assert lines[-1].split()[:3] == ["2", "more", "notes:"]
     assert (
         "  searched  time ran out: 1 mesh, 2 left out; a better plan saves at most 10.0%" in lines
     )

@@ -158,12 +158,24 @@ def test_options_of_make_are_refused(tmp_path: Path, capsys: Any) -> None:
     assert "--pp has no effect: its own call of autopar.compile" in capsys.readouterr().err
 
 
+STEP = "torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()"
+
+
 @pytest.mark.slow
-def test_a_script_without_a_compiled_model(tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (STEP, "none of them of a model from autopar.compile"),
+        ("", "made no optimizer step"),
+    ],
+)
+def test_a_script_without_a_step_of_a_compiled_model(
+    line: str, said: str, tmp_path: Path, capsys: Any
+) -> None:
     path = tmp_path / "train.py"
-    path.write_text("import torch\n")
+    path.write_text(f"import torch\n{line}\n")
     assert main(["verify", str(path), "--nproc", "1"]) == 2
-    assert "none of them of a model from autopar.compile" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

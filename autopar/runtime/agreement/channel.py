@@ -138,7 +138,7 @@ class Channel:
         differing = differences(records, len(entries)) if same_event else {}
         if same_event and not differing:
             return
-        text = json.dumps([event, *(entries[place].text for place in differing)]).encode()
+        text = json.dumps([event, *(entries[place].told for place in differing)]).encode()
         with explaining_failed_wait():
             sizes = self._gather(torch.tensor([len(text)]))[:, 0].tolist()
             texts = [json.loads(own) for own in self._gather_payloads(text, sizes)]

@@ -371,12 +371,35 @@ def _mode(modules: Sequence[nn.Module]) -> str:
     return word + (", with gradients" if torch.is_grad_enabled() else ", without gradients")
 
 
-def _arguments(call: Call, structure: Any, compares_sizes: bool) -> str:
-    """Plain arguments, and dtypes and shapes of tensors without the number of rows."""
-    pairs = zip(call.leaves, call.row_dims, strict=True)
+def _arguments(call: Call, structure: Any, compares_sizes: bool) -> dict[str, str]:
+    """Plain arguments, and dtypes and shapes of tensors without the number of rows, by name."""
     if compares_sizes:
-        return f"({', '.join(_described(*pair) for pair in pairs)}) {_text(structure)}"
-    return f"({', '.join(map(_kind, call.leaves))}) {_text(structure)}"
+        texts = map(_described, call.leaves, call.row_dims)
+    else:
+        texts = map(_kind, call.leaves)
+    # leaves alone do not show empty containers, nor what kinds containers are
+    return {**dict(zip(_names(call.structure), texts, strict=True)), "structure": _text(structure)}
+
+
+@functools.lru_cache(maxsize=256)
+def _names(structure: Any) -> tuple[str, ...]:
+    """A name for each leaf of (args, kwargs): "argument 0", "labels", "batch['mask']"."""
+    children = structure.children()
+    if len(children) != 2 or children[1].type is not dict:  # tangents follow (args, kwargs)
+        return tuple(_names_below("call", structure))
+    args, kwargs = children
+    named = [(f"argument {i}", child) for i, child in enumerate(args.children())]
+    named += zip(kwargs.context, kwargs.children(), strict=True)
+    return tuple(leaf for name, child in named for leaf in _names_below(name, child))
+
+
+def _names_below(name: str, structure: Any) -> Iterator[str]:
+    if structure.is_leaf():
+        yield name
+        return
+    keys = structure.context if structure.type is dict else range(structure.num_children)
+    for key, child in zip(keys, structure.children(), strict=True):
+        yield from _names_below(f"{name}[{key!r}]", child)
 
 
 def _kind(leaf: Any) -> str:

@@ -32,7 +32,8 @@ class Entry(NamedTuple):
 
     Attributes:
         name: verb and object for the error: "train other parameters".
-        value: the value; ints are compared directly, others by their text.
+        value: the value; ints are compared directly, others by their text. Of a mapping from names
+            to texts, an error shows the first item that differs.
         group: ranks with equal groups are compared.
         shown: text for the error, by default the text of `value`.
     """
@@ -45,9 +46,15 @@ class Entry(NamedTuple):
     shown: str | None = None
 
     @property
-    def text(self) -> str:
-        text = str(self.value) if self.shown is None else self.shown
-        return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
+    def told(self) -> str | dict[str, str]:
+        """The value as ranks exchange it for an error."""
+        if isinstance(self.value, Mapping):
+            return {name: _shortened(text) for name, text in self.value.items()}
+        return _shortened(str(self.value) if self.shown is None else self.shown)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
 def stable_hash(value: object) -> int:
@@ -106,10 +113,27 @@ def describe_events(events: Sequence[str]) -> str:
     )
 
 
-def describe_entry(event: str, entry: Entry, odd: Mapping[int, int], texts: Sequence[str]) -> str:
-    """One line about the `odd_ranks` of an entry, given its text by rank."""
+def describe_entry(
+    event: str, entry: Entry, odd: Mapping[int, int], told: Sequence[str | dict[str, str]]
+) -> str:
+    """One line about the `odd_ranks` of an entry, given what each rank told of it."""
     rank, base = next(iter(odd.items()))
+    here, there = told[rank], told[base]
+    if isinstance(here, dict) and isinstance(there, dict):
+        here, there = _first_difference(here, there)
     return (
-        f"rank(s) {list(odd)} {entry.name} than rank {base}: {texts[rank]} on rank {rank}, "
-        f"{texts[base]} on rank {base} (each {event}). {entry.advice}"
+        f"rank(s) {list(odd)} {entry.name} than rank {base}: {here} on rank {rank}, "
+        f"{there} on rank {base} (each {event}). {entry.advice}"
     )
+
+
+def _first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str]:
+    """The first item that differs, as text; equal mappings differ by order alone."""
+    for name in [*there, *(name for name in here if name not in there)]:
+        if here.get(name) != there.get(name):
+            mine, other = (
+                f"{name} is {texts[name]}" if name in texts else f"no {name}"
+                for texts in (here, there)
+            )
+            return mine, other
+    return ", ".join(here), ", ".join(there)

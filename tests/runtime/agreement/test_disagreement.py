@@ -45,7 +45,7 @@ def told(name: str, strategy: str, ranks: int = 2) -> list[Raised]:
         ("RaisesInForward", "pp", r"rank 1 failed where others did not.*a bug of this rank"),
         ("OtherVersion", "ddp", r"another version of autopar than rank 0: 0.0.9 on rank 1"),
         ("EvaluatesAlone", "zero3", r"evaluation, with gradients on rank 1"),
-        ("AnotherInputDtype", "tp", r"other arguments.*bfloat16"),
+        ("AnotherInputDtype", "tp", r"argument 0 is bfloat16.* on rank 1, argument 0 is float"),
         ("SkipsBackward", "pp, 2 micro-batches", r"\[0\]: runs backward.*\[1\]: calls Model"),
         ("RunsBackwardTwice", "zero3", r"\[0\]: calls Model; rank\(s\) \[1\]: runs backward"),
         ("BackwardOutOfOrder", "ddp", r"backward through call 1.*backward through call 2"),
