@@ -116,7 +116,8 @@ def build_stage_pipeline(
     # Attention is lowered before checkpointing, which knows expensive operators by their kernels.
     passes: list[Pass] = [LowerAttention("cuda" if backend == "nccl" else "cpu")]
     if decisions.loss_chunks > 1:
-        passes.append(ChunkLoss(decisions.loss_chunks, may_drop=decisions.pipeline is None))
+        is_alone = decisions.pipeline is None  # a stage has several micro-batches under way
+        passes.append(ChunkLoss(decisions.loss_chunks, may_drop=is_alone, early=is_alone))
     passes += [] if compiled else [FuseCrossEntropy()]
     # Checkpointing precedes sharding: recomputed operators then read the copy of a parameter that
     # the backward gathers.

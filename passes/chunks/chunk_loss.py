@@ -13,7 +13,8 @@ from torch import fx
 from autopar.common.notices import BorderNote
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Output, Tangent
-from autopar.passes.chunks.chunk_writer import write_chunks
+from autopar.passes.chunks.chunk_writer import write_chunks, write_chunks_early
+from autopar.passes.chunks.early_gradients import early_gradients
 from autopar.passes.chunks.row_search import HEADS, Region, find_region
 from autopar.passes.core.node_builder import aten, call
 from autopar.passes.core.pass_base import Pass, PassResult
@@ -27,17 +28,21 @@ class ChunkLoss(Pass):
 
     Before: the product makes logits of all rows, from which the loss and the gradients of the
     product's operands follow. After: each chunk of rows has these operators of its own. What has
-    rows is concatenated, sums over rows are added. The backward computes the logits of a chunk once
-    more. An operator outside that reads them makes the pass decline, and so does one that combines
-    rows other than by a sum. Tier: exact.
+    rows is concatenated, sums over rows are added. Where one number of the backward scales all
+    gradients, as in a mean over tokens, the forward computes them for 1. Otherwise the backward
+    computes the logits of a chunk once more. An operator outside that reads them makes the pass
+    decline, and so does one that combines rows other than by a sum. Tier: exact.
 
     Attributes:
         chunks: number of chunks; the last may be smaller.
         may_drop: whether outputs with rows of the logits, beside a loss, may be left out.
+        early: whether the forward may compute gradients. It keeps those of the product's weight
+            until the backward.
     """
 
     chunks: int
     may_drop: bool = False
+    early: bool = True
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         if self.chunks < 2:
@@ -57,7 +62,11 @@ class ChunkLoss(Pass):
             note = f"loss_chunks={self.chunks}: the loss is computed as a whole: {found}"
             return PassResult(replace(graph, notes=(*graph.notes, BorderNote(note))), found)
         dropped = [role for role in graph.outputs if role not in changed.outputs]
-        write_chunks(changed, found, self.chunks)
+        early = early_gradients(found, list(changed.graph.nodes)) if self.early else None
+        if early is None:
+            write_chunks(changed, found, self.chunks)
+        else:
+            write_chunks_early(changed, found, self.chunks, early)
         return PassResult(replace(changed, notes=(*graph.notes, *map(_note, dropped))))
 
 
@@ -73,6 +82,9 @@ def _note(role: Any) -> BorderNote:
 
 def _sum_for_mean(graph: fx.Graph, node: fx.Node) -> None:
     """Replaces a mean over rows by a sum and a quotient, which chunks can be added up to."""
+    if node.target is aten.nll_loss_backward.default and node.args[4] == MEAN:
+        _sum_of_gradients(graph, node)
+        return
     if node.meta["phase"] != "forward":
         return
     if node.target is aten.nll_loss_forward.default and node.args[3] == MEAN:
@@ -99,6 +111,20 @@ def _sum_of_losses(graph: fx.Graph, node: fx.Node) -> None:
         if place in items:
             items[place].replace_all_uses_with(new)
             graph.erase_node(items[place])
+    graph.erase_node(node)
+
+
+def _sum_of_gradients(graph: fx.Graph, node: fx.Node) -> None:
+    gradient, log, target, weights, _, ignored, total = node.args
+    if weights is not None or tensors(node)[0].dtype == torch.float16:
+        return  # a target of weight 0 has the gradient 0 / 0 where there is no other
+    with graph.inserting_before(node):
+        each = _like(node, call(graph, node, aten.div.Tensor, gradient, total))
+        is_some = _like(node, call(graph, node, aten.ne.Scalar, total, 0))
+        each = _like(node, call(graph, node, aten.where.ScalarOther, is_some, each, 0))
+        operator = aten.nll_loss_backward.default
+        new = call(graph, node, operator, each, log, target, weights, SUM, ignored, total)
+    node.replace_all_uses_with(_like(node, new))
     graph.erase_node(node)
 
 

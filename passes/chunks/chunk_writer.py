@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph, operands, tensors
+from autopar.passes.chunks.early_gradients import EarlyGradients
 from autopar.passes.chunks.row_search import Region
 from autopar.passes.chunks.rows import Rows, sliced_arguments
 from autopar.passes.core.collective_ops import is_name
-from autopar.passes.core.node_builder import aten, is_view, result_of, value
+from autopar.passes.core.node_builder import aten, call, is_view, result_of, value
 from autopar.passes.rules.emit_redistribute import can_view
 from autopar.passes.rules.local_args import SIZE_ARGUMENTS, SQUEEZES
 from autopar.passes.rules.loops import Operator
@@ -27,8 +28,7 @@ def write_chunks(graph: TrainingGraph, region: Region, chunks: int) -> None:
     The backward computes wide values of the forward once more; of each chunk they are in memory
     only while it runs.
     """
-    step = -(-region.rows // chunks)
-    bounds = [(at, min(at + step, region.rows)) for at in range(0, region.rows, step)]
+    bounds = _bounds(region, chunks)
     joined: dict[fx.Node, fx.Node] = {}
     again = _computed_again(region)
     for nodes in (region.forward, region.backward):
@@ -41,11 +41,61 @@ def write_chunks(graph: TrainingGraph, region: Region, chunks: int) -> None:
             joined |= writer.write([*prefix, *nodes], bounds, wanted)
         for node in moved:
             end.prepend(node)
+    _replace(graph.graph, region, joined)
+
+
+def write_chunks_early(
+    graph: TrainingGraph, region: Region, chunks: int, early: EarlyGradients
+) -> None:
+    """Replaces a region in place by chunks of the forward that compute its gradients, too.
+
+    The backward multiplies these by the number that scales them.
+    """
+    bounds, end = _bounds(region, chunks), region.forward[-1].next
+    moved = list(_readers_between(region.forward, end))
+    own = {*region.forward, *region.backward}
+    wanted = [
+        node
+        for node in (*region.forward, *region.backward)
+        if region.carried[node] is not None
+        and node not in region.wide
+        and any(user not in own for user in node.users)
+    ]
+    with graph.graph.inserting_before(end):
+        writer = _Writer(graph.graph, region, region.forward[0], {})
+        writer.joined[early.scale] = writer.one(early.scale)
+        for node in early.inputs:
+            writer.joined[node] = writer.copied(node)
+        joined = writer.write([*region.forward, *region.backward], bounds, wanted)
+    for node in moved:
+        end.prepend(node)
+    late = region.backward[-1].next
+    moved = list(_readers_between(region.backward, late))
+    with graph.graph.inserting_before(late):
+        for node in wanted:
+            if node in early.scaled:
+                joined[node] = call(graph.graph, node, aten.mul.Tensor, joined[node], early.scale)
+    for node in moved:
+        late.prepend(node)
+    _replace(graph.graph, region, joined)
+    for node in reversed(early.inputs):
+        if not node.users:
+            graph.graph.erase_node(node)
+
+
+def _bounds(region: Region, chunks: int) -> list[tuple[int, int]]:
+    """The first row of each chunk, and the row behind its last."""
+    step = -(-region.rows // chunks)
+    return [(at, min(at + step, region.rows)) for at in range(0, region.rows, step)]
+
+
+def _replace(graph: fx.Graph, region: Region, joined: Mapping[fx.Node, fx.Node]) -> None:
+    """Lets the readers of a region read joined values, and erases it."""
     own = {*region.forward, *region.backward}
     for node, whole in joined.items():
         node.replace_all_uses_with(whole, lambda user: user not in own)
     for node in (*reversed(region.backward), *reversed(region.forward)):
-        graph.graph.erase_node(node)
+        graph.erase_node(node)
 
 
 def _computed_again(region: Region) -> list[fx.Node]:
@@ -88,7 +138,7 @@ class _Writer:
     """Writes the chunks of one half.
 
     Attributes:
-        joined: whole values of the other half.
+        joined: whole values of the other half, and what stands for values of the backward.
     """
 
     def __init__(
@@ -212,7 +262,7 @@ class _Writer:
             is_narrow = dtype.is_floating_point and dtype.itemsize < 4
             cast = {"dtype": torch.float32}
             return self.call(node, aten._to_copy.default, part, **cast) if is_narrow else part
-        in_place = self.phase == "backward"
+        in_place = node.meta["phase"] == "backward"
         return self.call(node, aten.add_.Tensor if in_place else aten.add.Tensor, total, part)
 
     def narrowed(self, node: fx.Node, total: fx.Node) -> fx.Node:
@@ -227,11 +277,24 @@ class _Writer:
     def call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Writes an operator with the meta of the value that it is a chunk of."""
         node = self.graph.call_function(target, args, kwargs)
-        again = {"recomputed": True} if like.meta["phase"] != self.phase else {}
+        is_again = self.phase == "backward" and like.meta["phase"] == "forward"
+        again = {"recomputed": True} if is_again else {}
         found = result_of(target, value(args), value(kwargs))
         own = {} if like in self.region.carried else self.meta
         node.meta = {**like.meta, **own, **again, "phase": self.phase, "val": found}
         return node
+
+    def one(self, like: fx.Node) -> fx.Node:
+        """The number 1 in place of a gradient without dims."""
+        fake = tensors(like)[0]
+        options = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+        return self.call(like, aten.full.default, [], 1, **options)
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """A node outside of the region, on what stands for its operands."""
+        copy = self.graph.node_copy(node, lambda x: self.joined.get(x, x))
+        copy.meta = {**node.meta, "phase": self.phase}
+        return copy
 
     def viewed(self, node: fx.Node, shape: list[int]) -> fx.Node:
         """A value in another shape, copied if its strides do not allow a view."""

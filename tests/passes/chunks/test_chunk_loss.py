@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.ir.graph import TrainingGraph, operands, tensors
 from autopar.ir.placement import Shard
-from autopar.ir.roles import Output
+from autopar.ir.roles import Gradient, Output
 from autopar.passes.chunks.chunk_loss import ChunkLoss
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
@@ -80,6 +80,27 @@ def test_of_other_models(options: dict[str, Any], chunks: int) -> None:
     assert_parity(item, chunked(item, chunks))
 
 
+@pytest.mark.parametrize(
+    ("loss", "early"),
+    [("mean", True), ("sum", True), ("in double", True), ("uniform", True), ("smoothed", False)],
+)
+def test_one_number_scales_gradients_of_the_forward(loss: str, early: bool) -> None:
+    """The backward multiplies no matrices for the head, so it reads neither hidden nor weight."""
+    (graph,) = chunked(world(loss), 3)
+    products = [n for n in graph.calls() if n.target is torch.ops.aten.mm.default]
+    of_head = [
+        n for n in products if any(WORDS in t.shape for x in (n, *operands(n)) for t in tensors(x))
+    ]
+    assert len(of_head) == (9 if early else 12)
+    assert {n.meta["phase"] for n in of_head} == ({"forward"} if early else {"forward", "backward"})
+
+
+def test_stages_compute_gradients_in_their_backward() -> None:
+    """A stage has several micro-batches under way, and would keep a gradient for each."""
+    after = run_passes(world("mean").graph(0), [ChunkLoss(3, early=False)])
+    assert sum(n.target is torch.ops.aten.mm.default for n in after.calls()) == 14
+
+
 def test_of_gathered_parameters() -> None:
     item = world("mean", ranks=2)
     assert_parity(item, chunked(item, 4, zero=3))
@@ -92,6 +113,9 @@ def test_gives_nan_if_all_targets_are_ignored() -> None:
     (results,) = item.run(chunked(item, 3))
     assert results[Output(0)] is not None
     assert results[Output(0)].isnan()
+    gradients = [value for role, value in results.items() if isinstance(role, Gradient)]
+    assert len(gradients) == 4
+    assert not any(gradient.count_nonzero() for gradient in gradients)
 
 
 def test_sums_of_a_narrow_head_are_in_float32() -> None:
@@ -111,25 +135,20 @@ def test_order_of_operators() -> None:
 f mm_default
 f _log_softmax_default
 f nll_loss_forward_default
+f nll_loss_backward_default
+f _log_softmax_backward_data_default
 f mm_default_1
+f mm_default_2
+f mm_default_3
 f _log_softmax_default_1
 f nll_loss_forward_default_1
+f nll_loss_backward_default_1
+f _log_softmax_backward_data_default_1
+f mm_default_4
+f mm_default_5
 f add_tensor
-f add_tensor_1
-b mm_default_2
-b _log_softmax_default_2
-b nll_loss_backward_default
-b _log_softmax_backward_data_default
-b mm_default_3
-b mm_default_4
-b mm_default_5
-b _log_softmax_default_3
-b nll_loss_backward_default_1
-b _log_softmax_backward_data_default_1
-b mm_default_6
-b mm_default_7
-b add__tensor
-b cat_default
+f add__tensor
+f cat_default
 b mm_3
 b mm_4""",
     )
@@ -198,11 +217,12 @@ STEPS = 3
 
 
 def losses_of(model: nn.Module, parameters: Any) -> Iterator[tuple[float, Any]]:
-    """The loss and the other results of each step."""
+    """The loss and the other results of each step, which differentiates it twice."""
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     for seed in range(STEPS):
         loss, *others = model(*batch(ROWS, 8, seed)[0])
-        loss.backward()
+        loss.backward(retain_graph=True)
+        (seed * loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         yield loss.item(), others
