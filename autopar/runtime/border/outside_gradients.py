@@ -96,7 +96,11 @@ class OutsideGradients:
             return None
         # A hook may step by the gradient at once, so the end of the backward is too late.
         if isinstance(parameter, DTensor) or hook_tables_of(parameter):
-            return (average_of_ranks(gradient),)
+            average = average_of_ranks(gradient)
+            if not gradient.requires_grad:
+                return (average,)
+            # The loop differentiates it again. Ranks' derivatives are averaged in their turn.
+            return (gradient + (average - gradient.detach()),)
         if not self._pending:
             queue_callback(self._average)
         self._pending[name] = parameter
