@@ -164,7 +164,7 @@ def compile(
     check_inputs(model, options)
     module = compile_model(model, options)
     if verify and not asks_for_plain():
-        module.before_first_training_call = verify_first_call
+        module._execution.check_first_call = verify_first_call
     return module
 
 

@@ -52,13 +52,13 @@ from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
+from autopar.runtime.execution import CaptureFunction
 from autopar.runtime.fallback import (
     check_can_fall_back,
     describe_fallback_differences,
     wrap_with_ddp_or_fsdp,
 )
 from autopar.runtime.module import DistributedModule
-from autopar.runtime.planned_module import CaptureFunction
 from autopar.runtime.process_groups import make_mesh
 from autopar.runtime.watch.collective_log import LOG
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import Any, Self
@@ -32,6 +32,7 @@ from autopar.runtime.border.border import Border
 from autopar.runtime.border.gradient_hooks import reads_gradients
 from autopar.runtime.border.linked_results import with_links
 from autopar.runtime.border.loop_checks import check_arguments, check_not_wrapped, check_prepared
+from autopar.runtime.execution import CheckCall
 from autopar.runtime.fallback import run_fallback
 from autopar.runtime.parameters.distribute import is_remote
 from autopar.runtime.parameters.remote import check_no_values_needed
@@ -40,9 +41,6 @@ from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.states.module_states import StatefulModule
 from autopar.runtime.watch.balance import why_not_balanced
-
-CheckCall = Callable[["DistributedModule", list[Any], Any], None]
-"""Checks a module and the flattened arguments of a call before it runs, or raises."""
 
 _UNDIVIDED = "Each computes all of its rows instead: exact, but no faster than one of them."
 
@@ -56,12 +54,7 @@ class DistributedModule(StatefulModule):
     Attributes:
         plan: the plan, None until the first call if there were no example inputs.
         mesh: mesh of the plan, None for one rank.
-        before_first_training_call: check that runs once, before the first call with gradients.
     """
-
-    before_first_training_call: CheckCall | None = None
-    _no_sync = False
-    _was_called = False
 
     @property
     def data_parallel_size(self) -> int:
@@ -105,7 +98,7 @@ class DistributedModule(StatefulModule):
             raise StrategyError("rebalance() needs a plan, and steps under it: train first")
         if (reason := why_not_balanced(self.plan)) is not None:
             raise reason
-        per_row = gather_objects(self._watch.seconds_per_row, "divides rows anew")
+        per_row = gather_objects(self._execution.watch.seconds_per_row, "divides rows anew")
         if not all(each > 0.0 for each in per_row):
             raise StrategyError("rebalance() needs training steps to judge speeds by: train first")
         self.divide_rows(tuple(round(min(per_row) / each, 3) for each in per_row))
@@ -114,9 +107,9 @@ class DistributedModule(StatefulModule):
     def divide_rows(self, shares: tuple[float, ...]) -> None:
         """Divides the rows of later batches in these shares, the same on every rank."""
         assert self.plan is not None
-        self.plan = self._context.plan = replace(self.plan, row_shares=shares)
+        self._context.plan = replace(self.plan, row_shares=shares)
         self._context.options = replace(self._options, row_shares=shares)
-        self._watch.restart()
+        self._execution.watch.restart()
 
     @property
     def ranks_of_rows(self) -> list[int]:
@@ -141,11 +134,12 @@ class DistributedModule(StatefulModule):
         `zero_grad` discards them. Where all ranks read one, or step by it, all are reduced; under
         pipelines, cp, ep and compression that raises StrategyError.
         """
-        before, self._no_sync = self._no_sync, self._options.dp_size > 1
+        execution = self._execution
+        before, execution.holds_gradients = execution.holds_gradients, self._options.dp_size > 1
         try:
             yield
         finally:
-            self._no_sync = before
+            execution.holds_gradients = before
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -185,13 +179,13 @@ class DistributedModule(StatefulModule):
         """
         predicted = None if self.plan is None else self.plan.prediction
         ranks, device = self._options.ranks, self._context.device
-        return self._watch.metrics(predicted, device, ranks, sees_waits=self._sees_waits)
+        return self._execution.watch.metrics(predicted, device, ranks, sees_waits=self._sees_waits)
 
     @property
     def _sees_waits(self) -> bool:
         """Whether the log has all waits for other ranks."""
         on_host = self._context.device.type == "cpu" and self._options.backend == "eager"
-        return on_host and not self._fallback
+        return on_host and self._execution.fallback is None
 
     @in_turn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,19 +195,20 @@ class DistributedModule(StatefulModule):
                 return self.forward(*args, **kwargs)
         check_not_transformed()
         self.check_not_gathered()
-        self._watch.begin(trains=torch.is_grad_enabled())
-        if not self._was_called and self._options.ranks > 1:
+        execution = self._execution
+        execution.watch.begin(trains=torch.is_grad_enabled())
+        if not execution.was_called and self._options.ranks > 1:
             check_not_wrapped()
-            self._was_called = True
+            execution.was_called = True
         leaves, structure = flatten((args, kwargs))
         check_arguments(leaves)
         if self.plan is not None:
             self.materialize_parameters()
-        if not self._fallback:
+        if execution.fallback is None:
             self._context.index_model()
-        check = self.before_first_training_call if torch.is_grad_enabled() else None
+        check = execution.check_first_call if torch.is_grad_enabled() else None
         if check is not None:
-            self.before_first_training_call = None  # copies made by planning skip the check
+            execution.check_first_call = None  # copies made by planning skip the check
         self._compare_rowless(leaves, structure)
         may_differ = self._options.batch == "local" and not self._options.ragged
         stream = self._context.rng.state if may_differ else None
@@ -222,25 +217,26 @@ class DistributedModule(StatefulModule):
         except OtherSizesError:  # on all ranks, before any has communicated
             self._compute_apart(stream)
             number, result = self._call(leaves, structure, check)
-        if torch.is_grad_enabled() and not self._fallback:
-            self._retracing.called(self._context)
-        if self._protocol is not None:
-            self._protocol.agree_on_backward(
+        captured = None if execution.fallback is not None else self._context.last_capture
+        if torch.is_grad_enabled() and execution.fallback is None:
+            execution.retracing.called(self._context)
+        if execution.protocol is not None:
+            execution.protocol.agree_on_backward(
                 result,
                 number,
                 compares_scale=self._options.batch == "global",
                 compares_rows=self._options.is_replicated,
                 finishes=self._programs_finish_exchanges,
             )
-            self._protocol.optimizer_steps.restart(self._context.index.parameters.values())
-        return with_links(result, None if self._fallback else self._context.last_capture)
+            execution.protocol.optimizer_steps.restart(self._context.index.parameters.values())
+        return with_links(result, captured)
 
     def _call(self, leaves: list[Any], structure: Any, check: CheckCall | None) -> tuple[int, Any]:
         """Agrees on a call, plans before the first one, and runs it; its number and result."""
         number = self._agree_on_call(leaves, structure)
         if check is not None or not self._programs_finish_exchanges:
             finish_exchange()
-        if self.plan is None and not self._fallback:
+        if not self.is_planned:
             self.plan_for(leaves, structure)
             self.materialize_parameters()
         if check is not None:
@@ -259,7 +255,8 @@ class DistributedModule(StatefulModule):
     @property
     def _programs_finish_exchanges(self) -> bool:
         """Whether programs finish exchanges themselves, just before they communicate."""
-        return isinstance(self._executor, SpmdExecutor) and self._options.backend == "eager"
+        is_spmd = isinstance(self._execution.executor, SpmdExecutor)
+        return is_spmd and self._options.backend == "eager"
 
     def _run(self, leaves: list[Any], structure: Any, number: int) -> Any:
         shard = self._batch_shard(leaves, structure)
@@ -273,7 +270,7 @@ class DistributedModule(StatefulModule):
         return self._run_rows(shard, leaves, structure, number)
 
     def _run_rows(self, shard: BatchShard, leaves: list[Any], structure: Any, number: int) -> Any:
-        self._watch.take(shard)
+        self._execution.watch.take(shard)
         if self._options.dp_size == 1:
             return self._run_shard(shard, leaves, structure)
         border = self._border(shard, number)
@@ -281,28 +278,30 @@ class DistributedModule(StatefulModule):
         return border.leave(result, self.rows_of_results)
 
     def _border(self, shard: BatchShard, number: int) -> Border:
-        assert self._protocol is not None
+        assert self._execution.protocol is not None
         return Border(
             shard,
             self._options.is_replicated,
             tuple(self.ranks_of_rows),
-            averages=bool(self._fallback),
-            announce=functools.partial(self._protocol.agree_on_rows, number),
+            averages=self._execution.fallback is not None,
+            announce=functools.partial(self._execution.protocol.agree_on_rows, number),
         )
 
     def _run_shard(self, shard: BatchShard, leaves: list[Any], structure: Any) -> Any:
-        if self._fallback:
-            inner, autocast = self._fallback[0], self._context.autocast()
-            return run_fallback(inner, shard, self._options, autocast, holds=self._no_sync)
-        assert self._executor is not None
-        if self._protocol is not None:
-            self._context.train_remote(self._protocol.trained_elsewhere)
+        execution = self._execution
+        holds, executor = execution.holds_gradients, execution.executor
+        if execution.fallback is not None:
+            autocast = self._context.autocast()
+            return run_fallback(execution.fallback, shard, self._options, autocast, holds=holds)
+        assert executor is not None
+        if execution.protocol is not None:
+            self._context.train_remote(execution.protocol.trained_elsewhere)
         parameters = self._context.index.local.values()
-        holds_back = self._no_sync and not reads_gradients(parameters)
+        holds_back = holds and not reads_gradients(parameters)
         try:
-            return self._executor.run(shard, holds_back)
+            return executor.run(shard, holds_back)
         except CaptureError as error:
-            values = self._argument_values
+            values = execution.argument_values
             if not values.explain(error, self._context, leaves, structure):
                 self._check_runs(leaves, structure, error)
                 raise
@@ -315,16 +314,17 @@ class DistributedModule(StatefulModule):
         Where they differ there is no batch of all ranks that one device could train on: from then
         on ranks compute on their own rows alone, as under DistributedDataParallel.
         """
-        options = self._options
-        if options.batch != "local" or options.local or options.dp_size == 1 or self._fallback:
+        options, protocol = self._options, self._execution.protocol
+        is_alone = options.local or options.dp_size == 1
+        if options.batch != "local" or is_alone or self._execution.fallback is not None:
             return
-        with self._protocol.reporting_errors() if self._protocol else contextlib.nullcontext():
+        with protocol.reporting_errors() if protocol else contextlib.nullcontext():
             dims = self._batch_shard(leaves, structure).call.row_dims
         pairs = enumerate(zip(leaves, dims, strict=True))
         rowless = {i: x for i, (x, dim) in pairs if dim is None and isinstance(x, torch.Tensor)}
-        if not rowless or self._protocol is None:
+        if not rowless or protocol is None:
             return
-        equal = self._protocol.have_equal([*rowless.values()])
+        equal = protocol.have_equal([*rowless.values()])
         different = [i for i, same in zip(rowless, equal, strict=True) if not same]
         if different:
             shape = tuple(leaves[different[0]].shape)
@@ -338,26 +338,27 @@ class DistributedModule(StatefulModule):
             self._context.options = replace(options, local=True)
 
     def _agree_on_call(self, leaves: list[Any], structure: Any) -> int:
-        if self._protocol is None:
-            self._retracing.check(self._context)
+        execution, protocol = self._execution, self._execution.protocol
+        if protocol is None:
+            execution.retracing.check(self._context)
             return 0
-        with self._protocol.reporting_errors():
+        with protocol.reporting_errors():
             check_no_values_needed(leaves)
             shard = self._batch_shard(leaves, structure)
-            self._check_steps_apart(self._protocol.optimizer_steps)
-            self._retracing.check(self._context)
+            self._check_steps_apart(protocol.optimizer_steps)
+            execution.retracing.check(self._context)
         entries = call_entries(
             self._context,
             leaves,
             structure,
             shard,
-            self._protocol,
-            no_sync=self._no_sync,
-            has_fallback=bool(self._fallback),
+            protocol,
+            no_sync=execution.holds_gradients,
+            has_fallback=execution.fallback is not None,
         )
         trained = self._context.trained_here if self._options.pp_size > 1 else {}
-        pace = self._watch.pace(self._context.stage) if self._sees_waits else None
-        return self._protocol.agree_on_call(entries, self._replicas, Told(trained, pace))
+        pace = execution.watch.pace(self._context.stage) if self._sees_waits else None
+        return protocol.agree_on_call(entries, self._replicas, Told(trained, pace))
 
     def _check_steps_apart(self, steps: OptimizerSteps) -> None:
         """Raises StrategyError if an optimizer steps parameters together that stages divide."""
@@ -373,7 +374,7 @@ class DistributedModule(StatefulModule):
     def _replicas(self) -> Replicas:
         """Parameters and buffers; DDP broadcasts buffers itself at each call."""
         index = self._context.index
-        return Replicas(index.local, {} if self._fallback else index.buffers())
+        return Replicas(index.local, index.buffers() if self._execution.fallback is None else {})
 
     def check_replicas(
         self, optimizer: torch.optim.Optimizer | None = None, *, tolerance: float = 0.0
@@ -392,9 +393,9 @@ class DistributedModule(StatefulModule):
             DisagreementError: on every rank, with the names and ranks of differing copies.
         """
         self.materialize_parameters()
-        if self._protocol is not None:
+        if self._execution.protocol is not None:
             stage = self._context.stage
-            self._protocol.agree_on_writes(self._context.index.local.values(), stage)
+            self._execution.protocol.agree_on_writes(self._context.index.local.values(), stage)
             compare_replicas(self._replicas, optimizer, stage, tolerance)
 
     # Parameters.
@@ -416,8 +417,8 @@ class DistributedModule(StatefulModule):
         Raises:
             RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite`.
         """
-        if self._protocol is not None:
-            self._protocol.agree_on_clipping(max_norm, norm_type)
+        if self._execution.protocol is not None:
+            self._execution.protocol.agree_on_clipping(max_norm, norm_type)
         order = float(norm_type)
         own = [p for p in self.parameters() if not is_remote(p)]
         gradients = [p.grad for p in own if p.grad is not None]

@@ -24,12 +24,10 @@ from autopar.ir.placement import Shard
 from autopar.plan.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
-from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.agreement.turn import Turn
-from autopar.runtime.border.held_gradients import HeldGradients
-from autopar.runtime.border.outside_gradients import OutsideGradients
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import ExecutionContext, MakeStrategies
+from autopar.runtime.execution import Execution, MakeFallback, MakePlan
 from autopar.runtime.fallback import check_runs
 from autopar.runtime.group_cache import group_of
 from autopar.runtime.initialization.deferred import DeferredValues
@@ -44,55 +42,14 @@ from autopar.runtime.parameters.distribute import (
 )
 from autopar.runtime.parameters.offloaded import store_parameters
 from autopar.runtime.parameters.sharded import in_layout_of
-from autopar.runtime.pipeline.executor import PipelineExecutor
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters, stage_mesh
 from autopar.runtime.process_groups import make_groups, make_mesh
 from autopar.runtime.rng import RandomStream, keep_random_state
-from autopar.runtime.spmd.executor import SpmdExecutor
-from autopar.runtime.tracing.argument_values import ArgumentValues
 from autopar.runtime.tracing.compiler_branches import warn_of_branches
-from autopar.runtime.tracing.retracing import Retracing
 from autopar.runtime.user_class import specialized
-from autopar.runtime.watch.steps import StepWatch
 
-CaptureFunction = Callable[[int, int, int], Capture]
-"""Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches."""
-MakePlan = Callable[[Any, CaptureFunction, Any], Plan]
-"""Plans a call of a `DistributedModule`, given its (args, kwargs) too."""
-MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
-"""Wraps a model that cannot be captured."""
-
-OWN_ATTRIBUTES = {
-    *vars(nn.Module()),
-    "_wrapped",
-    "_make_plan",
-    "_make_fallback",
-    "_fallback",
-    "plan",
-    "mesh",
-    "_no_sync",
-    "_pending_compression_state",
-    "_deferred",
-    "_context",
-    "_protocol",
-    "before_first_training_call",
-    "_executor",
-    "_num_gathered",
-    "_watch",
-    "_retracing",
-    "_groups",
-    "_argument_values",
-}
-"""Attributes of the wrapper itself; all others are the model's."""
-
-
-_OF_ONE_COPY = {
-    *("_context", "_executor", "_protocol", "_deferred", "_watch", "_retracing"),
-    "_argument_values",
-}
-"""Attributes that each copy makes anew."""
-
-SHARED_BY_COPIES = {"plan", "mesh", "_groups", "_make_plan", "_make_fallback"}
+OWN = frozenset((*vars(nn.Module()), "_wrapped", "_execution"))
+"""Attributes of the wrapper itself: what torch gives every module, and two of its own."""
 
 
 class PlannedModule(nn.Module):
@@ -131,19 +88,23 @@ class PlannedModule(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(model, table)
         self.training = model.training
-        self._make_plan, self._make_fallback = make_plan, make_fallback
-        self._fallback: tuple[nn.Module, ...] = ()
-        self.plan: Plan | None = None
-        self.mesh: DeviceMesh | None = None
-        self._pending_compression_state: Mapping[str, Any] | None = None
-        self._deferred: DeferredValues | None = None
-        infos, stream = dict(parameters), RandomStream(options, device)
-        self._context = ExecutionContext(model, infos, device, options, stream, make_strategies)
-        self._protocol, self._watch = Protocol.of(model), StepWatch()
-        self._retracing, self._argument_values = Retracing(), ArgumentValues()
-        if self._protocol is not None:
-            self._context.turn = self._protocol.channel.turn
-        self._executor: SpmdExecutor | PipelineExecutor | None = None
+        self._execution = Execution.of(
+            model, parameters, device, options, make_plan, make_fallback, make_strategies
+        )
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None until the first call if there were no example inputs."""
+        return self._execution.plan
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the plan; None without one, and for one rank."""
+        return self._execution.mesh
+
+    @property
+    def _context(self) -> ExecutionContext:
+        return self._execution.context
 
     @property
     def _turn(self) -> Turn:
@@ -157,7 +118,7 @@ class PlannedModule(nn.Module):
     @property
     def is_planned(self) -> bool:
         """Whether parameters lie as they stay, under a plan or the fallback."""
-        return self.plan is not None or bool(self._fallback)
+        return self.plan is not None or self._execution.fallback is not None
 
     @property
     def _options(self) -> Options:
@@ -167,7 +128,8 @@ class PlannedModule(nn.Module):
         self, *, replicated_dtensors: bool, init_fn: InitFunction | None = None
     ) -> None:
         """Broadcasts values from rank 0; those on another device, or none yet, are deferred."""
-        self._deferred = DeferredValues.of(self._wrapped[0], self._context.device, init_fn)
+        device = self._context.device
+        self._execution.deferred = DeferredValues.of(self._wrapped[0], device, init_fn)
         if self._options.ranks == 1:
             return
         broadcast_from_rank0([*self.parameters(), *self.buffers()])
@@ -186,23 +148,23 @@ class PlannedModule(nn.Module):
         Raises:
             ModelError: on every rank, naming tensors that no module initialises.
         """
-        if self._deferred is None:
+        if self._execution.deferred is None:
             return
-        if self._protocol is not None:
-            self._protocol.agree_on_values()
-        deferred = self._deferred
+        if self._execution.protocol is not None:
+            self._execution.protocol.agree_on_values()
+        deferred = self._execution.deferred
         for load in deferred.loads:
             load()
         deferred.loads.clear()
         deferred.give_values(self.plan, self.mesh)
-        self._deferred = None
+        self._execution.deferred = None
         self._context.reindex_model()
 
     def make_room(self, shapes: Mapping[str, torch.Size]) -> None:
         """Allocates this rank's parts of tensors without values, to load values of these shapes."""
-        if self._deferred is not None:
+        if self._execution.deferred is not None:
             held = Layout(self.plan).parameters_on(rank()) if self.plan is not None else None
-            self._deferred.make_room(shapes, held)
+            self._execution.deferred.make_room(shapes, held)
             store_parameters(self._wrapped[0].parameters(), self.plan)
             self._context.reindex_model()
 
@@ -213,8 +175,8 @@ class PlannedModule(nn.Module):
             self.make_room(shapes)
             load()
 
-        if self._deferred is not None and self.plan is None:
-            self._deferred.loads.append(load_now)
+        if self._execution.deferred is not None and self.plan is None:
+            self._execution.deferred.loads.append(load_now)
         else:
             load_now()
 
@@ -239,20 +201,20 @@ class PlannedModule(nn.Module):
         try:
             call = pytree.tree_unflatten(leaves, structure)
             with keep_random_state(self._context.device):
-                plan = self._make_plan(self, capture, call)
+                plan = self._execution.make_plan(self, capture, call)
                 micro_batches = plan.pipeline.micro_batches if plan.pipeline else 1
                 sizes = plan.model_parallel_size, plan.pp_size, micro_batches
                 warn_of_branches(self._context, first_rows(*sizes), capture(*sizes))
             self.apply_plan(plan)
         except CaptureError as error:
-            if self._argument_values.explain(error, self._context, leaves, structure):
+            if self._execution.argument_values.explain(error, self._context, leaves, structure):
                 return self._plan_for_training(leaves, structure)
             self._check_runs(leaves, structure, error)
             self.materialize_parameters()
             # ranks with equal rows have equal weights, so means stay the same
             self._context.options = replace(self._options, model_parallel_size=1, pp_size=1)
             with keep_random_state(self._context.device):
-                self._fallback = (self._make_fallback(self._wrapped[0], error),)
+                self._execution.fallback = self._execution.make_fallback(self._wrapped[0], error)
             self._context.outside_gradients.stop()
             self._context.reindex_model()
 
@@ -268,7 +230,7 @@ class PlannedModule(nn.Module):
         if options != self._options:
             context.options, context.rng = options, RandomStream(options, context.device)
         layout = Layout(plan)
-        self.mesh = mesh = make_mesh(context.device, layout.storage, ("pp", *layout.shard_order))
+        mesh = make_mesh(context.device, layout.storage, ("pp", *layout.shard_order))
         context.groups = make_groups(context.device, layout.axes, mesh)
         if plan.pp_size > 1:
             ranks = tuple(running_ranks(range(plan.world_size)))
@@ -276,25 +238,18 @@ class PlannedModule(nn.Module):
         with keep_random_state(context.device):  # sharding by DTensor draws from it
             run_on_all_ranks(lambda: distribute_plan_parameters(self._wrapped[0], plan, mesh))
             run_on_all_ranks(lambda: store_parameters(self._wrapped[0].parameters(), plan))
-        self.plan = context.plan = plan
+        context.plan = plan
         context.reindex_model()
         context.planning_captures.clear()
         context.mesh = mesh
         context.compression_state = CompressionState.of_plan(
             plan, context.parameters, rank(), context.device
         )
-        if self._pending_compression_state is not None:
-            self._load_compression_state(self._pending_compression_state)
-            self._pending_compression_state = None
+        if self._execution.pending_compression_state is not None:
+            self._load_compression_state(self._execution.pending_compression_state)
+            self._execution.pending_compression_state = None
         context.guards.lift(plan.changed)
-        self._executor = self._new_executor()
-
-    def _new_executor(self) -> SpmdExecutor | PipelineExecutor | None:
-        if self.plan is None:
-            return None
-        if self.plan.pipeline is None:
-            return SpmdExecutor(self._context)
-        return PipelineExecutor(self._context)
+        self._execution.start()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -328,13 +283,13 @@ class PlannedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model, unless it is one of the wrapper's own."""
-        if name in OWN_ATTRIBUTES or hasattr(type(self), name):
+        if name in OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self._wrapped[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in OWN_ATTRIBUTES:
+        if name in OWN or hasattr(type(self), name):
             super().__delattr__(name)
         else:
             delattr(self._wrapped[0], name)
@@ -351,28 +306,11 @@ class PlannedModule(nn.Module):
                 part = local_part(parameter.detach()).clone()  # without gradient, as torch's copies
                 memo[id(parameter)] = parameter_like(parameter, in_layout_of(parameter, part))
         for name, value in self.__dict__.items():
-            if name not in _OF_ONE_COPY:
-                if name.endswith("_hooks"):  # one may be a method of a whole training loop
-                    made.__dict__[name] = value.copy()
-                else:
-                    is_shared = name in SHARED_BY_COPIES
-                    made.__dict__[name] = value if is_shared else copy.deepcopy(value, memo)
-        context, protocol, model = self._context, self._protocol, made._wrapped[0]
-        made._context = replace(
-            context,
-            model=model,
-            rng=copy.deepcopy(context.rng, memo),
-            held_gradients=HeldGradients(),
-            outside_gradients=OutsideGradients(),
-            compression_state=context.compression_state.copy(),
-        )
-        made._context.guards = context.guards.copy_for(model)
-        made._protocol = None if protocol is None else protocol.of_copy()
-        made._deferred, made._executor = None, made._new_executor()
-        made._watch, made._retracing = StepWatch(), Retracing()
-        made._argument_values = ArgumentValues(self._argument_values.are_read)
-        if isinstance(self._executor, SpmdExecutor) and isinstance(made._executor, SpmdExecutor):
-            made._executor.programs = self._executor.programs
+            if name != "_execution":
+                # one of the hooks may be a method of a whole training loop
+                is_table = name.endswith("_hooks")
+                made.__dict__[name] = value.copy() if is_table else copy.deepcopy(value, memo)
+        made._execution = self._execution.copy_for(made._wrapped[0], memo)
         return made
 
     def copy_with_plan(self, plan: Plan) -> Self:
@@ -391,8 +329,8 @@ class PlannedModule(nn.Module):
         made = run_on_all_ranks(lambda: self._copy(memo))
         made._context.options = replace(made._options, recorder=None, on_trial=True)
         made.apply_plan(plan)
-        if self._deferred is not None:
-            self._deferred.for_copy(made._wrapped[0]).fill(layout.parameters_on(rank()))
+        if self._execution.deferred is not None:
+            self._execution.deferred.for_copy(made._wrapped[0]).fill(layout.parameters_on(rank()))
             made._context.reindex_model()
         return made
 
@@ -420,13 +358,13 @@ class PlannedModule(nn.Module):
             strict=strict,
             undivided=options.undivided,
         )
-        if self._fallback:
+        if self._execution.fallback is not None:
             return shard
-        return self._argument_values.answer(shard, self._context, leaves, structure)
+        return self._execution.argument_values.answer(shard, self._context, leaves, structure)
 
     def _load_compression_state(self, values: Mapping[str, Any] | None) -> None:
         if self.plan is None:
-            self._pending_compression_state = values
+            self._execution.pending_compression_state = values
         elif self._context.compression_state.tensors and self.mesh is not None:
             self._context.compression_state.load(values or {}, self._stage_mesh)
 

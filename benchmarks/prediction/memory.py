@@ -93,7 +93,7 @@ def measure(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
         for zero in ZERO_STAGES:
             for level in LEVELS:
                 model, peaks = _train(subject, batches, zero, level)
-                graph = next(p.graph for p in model._executor.programs.values())
+                graph = next(p.graph for p in model._execution.executor.programs.values())
                 workspace = workspace.measure([graph])
                 for kind, counted in peaks.items():
                     memory = simulate_memory(graph, Overhead(needs[kind], workspace, batches=0))

@@ -101,7 +101,7 @@ def measure(name: str, ranks: int, lengths: Sequence[int], max_programs: int) ->
     gc.collect()
     after = resident_mib()
     again = [step(compiled, *shape)[0] for shape in every[-max_programs:]]
-    executor = compiled._executor
+    executor = compiled._execution.executor
     cache = executor.programs if hasattr(executor, "programs") else executor.compiled_calls
     families = compiled._context.families.values()
     walls, cpus = zip(*new, strict=True)

@@ -50,7 +50,7 @@ def test_losses_and_gradients_stay_and_lengths_share_programs() -> None:
         ours.backward()
     for one, two in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-9, atol=1e-14)
-    assert compiled._executor.programs.added == 2, "lengths of one bucket share a program"
+    assert compiled._execution.executor.programs.added == 2, "lengths of one bucket share a program"
 
 
 class Pair(NamedTuple):

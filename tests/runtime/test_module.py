@@ -284,8 +284,8 @@ def test_detached_copies_of_results_and_inputs() -> None:
 
 def test_planning_draws_no_numbers_of_the_loop() -> None:
     model = autopar.compile(ReturnsDetached())
-    make_plan = model._make_plan
-    model._make_plan = lambda *args: make_plan(*args) if len(torch.rand(1)) else None
+    make_plan = model._execution.make_plan
+    model._execution.make_plan = lambda *args: make_plan(*args) if len(torch.rand(1)) else None
     before = torch.get_rng_state()
     model(torch.zeros(4, 4))
     assert torch.equal(torch.get_rng_state(), before)

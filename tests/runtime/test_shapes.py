@@ -40,7 +40,7 @@ def x_of(rows: int, length: int) -> Tensor:
 def test_the_least_recently_used_program_goes_and_its_memory_too() -> None:
     model = autopar.compile(Net(), strategy="ddp", max_programs=2)
     model(x_of(2, 3)).backward()
-    programs = model._executor.programs
+    programs = model._execution.executor.programs
     first = next(programs.values())
     gone = [weakref.ref(first), weakref.ref(first.graph.graph), weakref.ref(first.capture)]
     del first

@@ -83,7 +83,7 @@ def both(rank: int, world_size: int, recipe: str, strategy: Any) -> tuple[list[s
     loss.backward()
     found = [loss.detach(), *(whole(p.grad) for p in model.parameters())]
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True)]
-    (program,) = model._executor.programs.values()
+    (program,) = model._execution.executor.programs.values()
     kinds = [str(node.target) for node in program.graph.calls() if "mm" in str(node.target)]
     return kinds, max(errors)
 

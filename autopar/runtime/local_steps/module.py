@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +21,44 @@ from autopar.errors import LossyWarning, StrategyError
 from autopar.plan.outer import LocalSteps, PlannedSteps
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
+from autopar.runtime.execution import MakePlan
 from autopar.runtime.local_steps.groups import Groups
 from autopar.runtime.local_steps.rounds import Rounds
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY
-from autopar.runtime.planned_module import MakePlan
 
 ROUNDS_KEY = "local_steps"
 
-IN_GROUP = (
-    "plan_for", "apply_plan", "full_state_dict", "load_full_state_dict",
-    "full_optimizer_state_dict", "load_full_optimizer_state_dict", "clip_grad_norm_",
-    "check_replicas", "__deepcopy__",
-)  # fmt: skip
-"""Methods that run with this rank's group as the world."""
+
+def _in_group(method: Callable[..., Any]) -> Any:
+    """The same method, with this rank's group as the world."""
+
+    @functools.wraps(method)
+    def call(self: LocalStepsModule, *args: Any, **kwargs: Any) -> Any:
+        with self._local.groups.as_world():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+@dataclass
+class LocalRun:
+    """Groups of ranks, and the rounds of their local steps.
+
+    Attributes:
+        steps: None for a copy, such as an average of weights, which takes part in no round.
+        rounds: None until parameters have values under a plan.
+        pending_state: state of rounds that have not started.
+    """
+
+    groups: Groups
+    steps: LocalSteps | None = None
+    rounds: Rounds | None = None
+    pending_state: Mapping[str, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalRun:
+        return LocalRun(self.groups)
 
 
 class LocalStepsModule(DistributedModule):
@@ -44,10 +67,17 @@ class LocalStepsModule(DistributedModule):
     Results, states and clipped norms are those of this rank's group.
     """
 
-    _groups: Groups
-    _local_steps: LocalSteps | None = None
-    _rounds: Rounds | None = None
-    _pending_rounds_state: Mapping[str, torch.Tensor] | None = None
+    _local: LocalRun
+
+    plan_for = _in_group(DistributedModule.plan_for)
+    apply_plan = _in_group(DistributedModule.apply_plan)
+    full_state_dict = _in_group(DistributedModule.full_state_dict)
+    load_full_state_dict = _in_group(DistributedModule.load_full_state_dict)
+    full_optimizer_state_dict = _in_group(DistributedModule.full_optimizer_state_dict)
+    load_full_optimizer_state_dict = _in_group(DistributedModule.load_full_optimizer_state_dict)
+    clip_grad_norm_ = _in_group(DistributedModule.clip_grad_norm_)
+    check_replicas = _in_group(DistributedModule.check_replicas)
+    __deepcopy__ = _in_group(DistributedModule.__deepcopy__)
 
     @classmethod
     def of(
@@ -59,8 +89,9 @@ class LocalStepsModule(DistributedModule):
             for x in rest
         )
         made = cls(model, *rest)
-        made._local_steps, made._groups = local, groups
-        made._make_plan = partial(plan_of_first_group, local, groups, made._make_plan)
+        made.__dict__["_local"] = LocalRun(groups, local)
+        execution = made._execution
+        execution.make_plan = partial(plan_of_first_group, local, groups, execution.make_plan)
         warn_once(
             LossyWarning,
             f"training differs from one device: {groups.count} groups of {groups.size} rank(s) "
@@ -70,42 +101,42 @@ class LocalStepsModule(DistributedModule):
 
     def materialize_parameters(self) -> None:
         """Gives parameters their values, and starts the rounds; all ranks call this at once."""
-        with self._groups.as_world():
+        with self._local.groups.as_world():
             super().materialize_parameters()
         self.start_rounds()
 
     def start_rounds(self) -> None:
         """Starts the rounds if parameters have values under a plan; all ranks call this at once."""
-        if self._local_steps is None or self._rounds is not None:
+        if self._local.steps is None or self._local.rounds is not None:
             return
-        if not self.is_planned or self._deferred is not None:
+        if not self.is_planned or self._execution.deferred is not None:
             return
-        self._rounds = Rounds(self._wrapped[0], self._local_steps, self._groups)
-        if self._pending_rounds_state:
-            self._load_rounds(self._rounds, self._pending_rounds_state)
-        self._pending_rounds_state = None
+        self._local.rounds = Rounds(self._wrapped[0], self._local.steps, self._local.groups)
+        if self._local.pending_state:
+            self._load_rounds(self._local.rounds, self._local.pending_state)
+        self._local.pending_state = None
 
     @property
     def rank_groups(self) -> Groups:
         """The groups of ranks."""
-        return self._groups
+        return self._local.groups
 
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks that the rows of a batch are split over, of all groups."""
-        return super().data_parallel_size * self._groups.count
+        return super().data_parallel_size * self._local.groups.count
 
     @property
     def data_parallel_rank(self) -> int:
         """Index among these ranks; ranks that share a model have the same one."""
-        with self._groups.as_world():
+        with self._local.groups.as_world():
             own = super().data_parallel_rank
-        return own + self._groups.index * super().data_parallel_size
+        return own + self._local.groups.index * super().data_parallel_size
 
     @property
     def ranks_of_rows(self) -> list[int]:
         """The first rank with each slice of the rows of a batch."""
-        groups = self._groups
+        groups = self._local.groups
         own = super().ranks_of_rows
         return [group * groups.size + rank for group in range(groups.count) for rank in own]
 
@@ -115,20 +146,20 @@ class LocalStepsModule(DistributedModule):
         Without gradients and under batch="global", each group runs the whole batch.
         """
         training = torch.is_grad_enabled() and not self._options.on_trial
-        with self._groups.as_world():
+        with self._local.groups.as_world():
             if training:
                 leaves, structure = flatten((args, kwargs))
                 rows = self._shard_of_group(leaves, structure).rows
                 args, kwargs = pytree.tree_unflatten(*self.group_arguments(leaves, structure))
             result = super().forward(*args, **kwargs)
-        if training and self._rounds is not None:
-            self._rounds.saw(rows)
+        if training and self._local.rounds is not None:
+            self._local.rounds.saw(rows)
         return result
 
     @contextlib.contextmanager
     def gathered(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """The whole model of this rank's group; see `DistributedModule.gathered`."""
-        with self._groups.as_world(), super().gathered(*args, **kwargs) as model:
+        with self._local.groups.as_world(), super().gathered(*args, **kwargs) as model:
             yield model
 
     def whole_optimizer(self, make: Any) -> Any:
@@ -137,23 +168,23 @@ class LocalStepsModule(DistributedModule):
 
     def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model of this rank's group, with the state of its rounds."""
-        with self._groups.as_world():
+        with self._local.groups.as_world():
             found = super().state_dict(**options)
         self.start_rounds()
-        if self._rounds is not None and not self._num_gathered:
+        if self._local.rounds is not None and not self._execution.is_gathered:
             key = (options.get("prefix") or "") + STATE_DICT_KEY
-            found[key] = {**found.get(key, {}), ROUNDS_KEY: self._rounds.state_dict()}
+            found[key] = {**found.get(key, {}), ROUNDS_KEY: self._local.rounds.state_dict()}
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads a state into this rank's group; rounds start anew without their state."""
         rounds = (state_dict.get(STATE_DICT_KEY) or {}).get(ROUNDS_KEY, {})
-        with self._groups.as_world():
+        with self._local.groups.as_world():
             result = super().load_state_dict(state_dict, *args, **kwargs)
-        if self._rounds is None:
-            self._pending_rounds_state = rounds
+        if self._local.rounds is None:
+            self._local.pending_state = rounds
         else:
-            self._load_rounds(self._rounds, rounds)
+            self._load_rounds(self._local.rounds, rounds)
         return result
 
     @staticmethod
@@ -170,7 +201,7 @@ class LocalStepsModule(DistributedModule):
         return [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves], structure
 
     def _shard_of_group(self, leaves: list[Any], structure: Any) -> BatchShard:
-        options, groups = self._options, self._groups
+        options, groups = self._options, self._local.groups
         return batch_shard_of(
             leaves,
             structure,
@@ -181,15 +212,6 @@ class LocalStepsModule(DistributedModule):
             stated=options.rows,
             strict=True,
         )
-
-    def _copy(self, memo: dict[int, Any]) -> Self:
-        rounds, self._rounds = self._rounds, None
-        try:
-            made = super()._copy(memo)
-        finally:
-            self._rounds = rounds
-        made._local_steps = None  # copies, such as an average of weights, have no rounds
-        return made
 
 
 def plan_of_first_group(local: LocalSteps, groups: Groups, make: MakePlan, *arguments: Any) -> Plan:
@@ -203,16 +225,3 @@ def plan_of_first_group(local: LocalSteps, groups: Groups, make: MakePlan, *argu
         own = run_on_all_ranks(make_own)
         plan = broadcast_from_rank0(lambda: own)
     return replace(plan, local_steps=PlannedSteps(local, groups.count))
-
-
-def _in_group(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: LocalStepsModule, *args: Any, **kwargs: Any) -> Any:
-        with self._groups.as_world():
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-for _name in IN_GROUP:
-    setattr(LocalStepsModule, _name, _in_group(getattr(DistributedModule, _name)))

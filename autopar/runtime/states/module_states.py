@@ -36,8 +36,6 @@ OptimizerState = dict[str, Any]
 class StatefulModule(PlannedModule):
     """A planned module with state dicts of its parameters, and of their optimizers."""
 
-    _num_gathered = 0
-
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The plain model's state dict: whole tensors on the CPU; all ranks call this at once.
 
@@ -46,7 +44,7 @@ class StatefulModule(PlannedModule):
         Args:
             rank0_only: return an empty dict on all ranks but 0, to spare the hosts' memory.
         """
-        if not self._num_gathered:
+        if not self._execution.is_gathered:
             # Inside of gathered() nothing has to be gathered, so a rank may call this alone.
             self._agree("gathers the state dict of")
         found = self.state_dict()
@@ -92,26 +90,26 @@ class StatefulModule(PlannedModule):
                 another shape or dtype, or an optimizer stepped inside.
             DisagreementError: the ranks changed values differently.
         """
-        if self._num_gathered:
+        if self._execution.is_gathered:
             yield self._wrapped[0]
             return
         self._agree("gathers the parameters of")
         self.materialize_parameters()
         self._check_can_gather()
-        with self._gather().in_module(self._protocol):
-            self._num_gathered = 1
+        with self._gather().in_module(self._execution.protocol):
+            self._execution.is_gathered = True
             try:
                 yield self._wrapped[0]
             finally:
-                self._num_gathered = 0
+                self._execution.is_gathered = False
 
     def _method(self, name: str, method: MethodType) -> Any:
         """A method of the user's module; one that needs whole parameters asks for them."""
-        if self._options.ranks == 1 or self._num_gathered:
+        if self._options.ranks == 1 or self._execution.is_gathered:
             return method
         if name == "save_pretrained":
             return partial(save_pretrained, self, method)
-        return method if self._fallback else explaining_shards(method)
+        return explaining_shards(method) if self._execution.fallback is None else method
 
     def whole_optimizer(
         self, make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -155,7 +153,7 @@ class StatefulModule(PlannedModule):
         return fetch_remote_parameters(self._wrapped[0], pipeline, group, self._context.device)
 
     def _check_can_gather(self) -> None:
-        if any(isinstance(module, FSDPModule) for module in self._fallback):
+        if isinstance(self._execution.fallback, FSDPModule):
             raise StrategyError(
                 "the model runs under torch's fully_shard, since it could not be captured, and its "
                 "parameters cannot be gathered. Its own methods gather them as they run; read "
@@ -164,7 +162,7 @@ class StatefulModule(PlannedModule):
 
     def check_not_gathered(self) -> None:
         """Raises StrategyError inside of `gathered`, where the plan's program cannot run."""
-        if self._num_gathered:
+        if self._execution.is_gathered:
             raise StrategyError(
                 "the compiled model was called inside of model.gathered(), where its parameters "
                 "are whole. Call the module that gathered() yields, or leave it before."
@@ -201,8 +199,8 @@ class StatefulModule(PlannedModule):
         run_on_all_ranks(lambda: load_optimizer_state(self._wrapped[0], optimizer, state))
 
     def _agree(self, action: str) -> None:
-        if self._protocol is not None:
-            self._protocol.agree_on_states(action)
+        if self._execution.protocol is not None:
+            self._execution.protocol.agree_on_states(action)
 
     @property
     def _pipeline_group(self) -> torch.distributed.ProcessGroup | None:
@@ -218,7 +216,7 @@ class StatefulModule(PlannedModule):
         With pipeline stages all ranks call this at once, to exchange their parameters.
         """
         options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        if self._num_gathered:
+        if self._execution.is_gathered:
             return self._wrapped[0].state_dict(**options)
         self.materialize_parameters()
         has_stages = self.plan is not None and self.plan.pp_size > 1
@@ -247,15 +245,16 @@ class StatefulModule(PlannedModule):
 
         Each rank takes its part of the whole model. With pipeline stages `assign` copies too.
         """
-        if self._num_gathered:
+        if self._execution.is_gathered:
             return self._wrapped[0].load_state_dict(state_dict, strict)
         state_dict = dict(state_dict)
         self._load_compression_state(state_dict.pop(STATE_DICT_KEY, None))
-        if self._deferred is None or self.plan is not None:
+        if self._execution.deferred is None or self.plan is not None:
             return self._load_values(state_dict, strict, assign)
         with warnings.catch_warnings(action="ignore"):  # onto shapes alone, to compare names
             result = self._copy_values(state_dict, strict)
-        self._deferred.load_later(state_dict, partial(self._load_values, state_dict, strict))
+        load = partial(self._load_values, state_dict, strict)
+        self._execution.deferred.load_later(state_dict, load)
         return result
 
     def _load_values(

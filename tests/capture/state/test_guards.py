@@ -174,10 +174,10 @@ def test_a_copy_has_state_of_its_own() -> None:
     x = torch.ones(6, 4).double()
     m(x)
     other = copy.deepcopy(m)
-    programs = len(m._executor.programs)
+    programs = len(m._execution.executor.programs)
     first, second = other(x), m(x)
     assert torch.equal(first, second)
-    assert len(m._executor.programs) == programs
+    assert len(m._execution.executor.programs) == programs
     other.last = torch.zeros(4).double()
     assert not torch.equal(other(x), m(x))
     assert torch.equal(m.last, other.last)

@@ -321,7 +321,7 @@ def test_a_real_step_needs_what_is_predicted(name, level):
     held = step()
     gc.collect()  # what other tests left would be freed in the middle
     allocated = track_allocations(lambda: (held, step()))
-    (program,) = model._executor.programs.values()
+    (program,) = model._execution.executor.programs.values()
     graph = program.graph
     workspace = Workspace("cpu", {}, present=True).measure([graph])
     needs = Overhead(OptimizerMemory.measure(torch.optim.AdamW), workspace, batches=0)

@@ -67,7 +67,7 @@ def called_in_two_threads(rank: int, world_size: int, models: int) -> list[str]:
     def meanwhile(*_: Any) -> None:
         seen.extend(type(in_thread(partial(model, x))).__name__ for model in used)
 
-    used[0].before_first_training_call = meanwhile  # runs inside the call
+    used[0]._execution.check_first_call = meanwhile  # runs inside the call
     used[0](x).backward()
     seen.append(type(in_thread(lambda: used[-1](x).backward())).__name__)
     return seen

@@ -80,7 +80,7 @@ def both(name: str, strategy: Any = None) -> list[Any]:
 
 
 def replays(model: Any) -> list[int]:
-    programs = model._executor.programs.values()
+    programs = model._execution.executor.programs.values()
     return [half.run.replays for p in programs for half in (p.forward, p.backward) if half]
 
 

@@ -45,12 +45,13 @@ def start(rank: int, world_size: int, elsewhere: bool, **options: Any) -> None:
     model, tokens = llama(SMALL)
     given = tuple(torch.zeros_like(t, device="cpu") for t in tokens)
     parallel = autopar.compile(model, example_inputs=given, **options)
-    assert parallel._deferred is not None
+    assert parallel._execution.deferred is not None
     if elsewhere and rank == 0:  # as those of a model on another device are
         values = llama(SMALL, "cpu")[0].named_parameters()
-        parallel._deferred.elsewhere.update(values)
+        parallel._execution.deferred.elsewhere.update(values)
     elif elsewhere:
-        parallel._deferred.elsewhere |= dict.fromkeys(parallel._deferred.awaiting)
+        deferred = parallel._execution.deferred
+        deferred.elsewhere |= dict.fromkeys(deferred.awaiting)
     with LiveBytes() as counted:  # whichever thread of gloo frees a tensor
         parallel.materialize_parameters()
     assert parallel.plan is not None

@@ -70,7 +70,7 @@ def test_tracing_again_is_spared() -> None:
     train(model, 2)
     with changed_limit():
         train(model, 2)
-    assert model._retracing.due is None
+    assert model._execution.retracing.due is None
 
 
 def test_modes_and_shapes_are_told_apart(always: None) -> None:

@@ -55,7 +55,7 @@ def test_a_window_of_steps_on_one_rank() -> None:
     model = autopar.compile(torch.nn.Linear(2, 2), strategy="ddp")
     for _ in range(WINDOW + 3):
         model(torch.ones(3, 2)).sum().backward()
-    assert len(model._watch.steps) == WINDOW
+    assert len(model._execution.watch.steps) == WINDOW
     found = model.metrics()
     assert "tokens_per_s" not in found
     assert "mfu" not in found

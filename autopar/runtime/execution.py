@@ -1,0 +1,137 @@
+"""`Execution`: everything that a compiled model has beside the user's module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.trace import Capture
+from autopar.errors import CaptureError
+from autopar.plan.plan import Plan
+from autopar.runtime.agreement.protocol import Protocol
+from autopar.runtime.border.held_gradients import HeldGradients
+from autopar.runtime.border.outside_gradients import OutsideGradients
+from autopar.runtime.context import ExecutionContext, MakeStrategies
+from autopar.runtime.initialization.deferred import DeferredValues
+from autopar.runtime.options import Options
+from autopar.runtime.pipeline.executor import PipelineExecutor
+from autopar.runtime.rng import RandomStream
+from autopar.runtime.spmd.executor import SpmdExecutor
+from autopar.runtime.tracing.argument_values import ArgumentValues
+from autopar.runtime.tracing.retracing import Retracing
+from autopar.runtime.watch.steps import StepWatch
+
+CaptureFunction = Callable[[int, int, int], Capture]
+"""Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches."""
+MakePlan = Callable[[Any, CaptureFunction, Any], Plan]
+"""Plans a call of a `DistributedModule`, given its (args, kwargs) too."""
+MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]
+"""Wraps a model that cannot be captured."""
+CheckCall = Callable[[Any, list[Any], Any], None]
+"""Checks a module and the flattened arguments of a call before it runs, or raises."""
+
+
+@dataclass
+class Execution:
+    """State of one compiled model; a copy of the model has one of its own.
+
+    It stands in a single attribute, so that all others of the compiled model are the user's.
+
+    Attributes:
+        protocol: exchanges with the other ranks; None for one rank.
+        check_first_call: runs once, before the first call with gradients.
+        executor: runs calls under the plan; None before there is one.
+        fallback: wraps a model that cannot be captured; None under a plan.
+        deferred: parameters that have no values yet.
+        pending_compression_state: state to load as soon as there is a plan.
+        holds_gradients: inside of `no_sync`.
+        is_gathered: inside of `gathered`.
+    """
+
+    context: ExecutionContext
+    protocol: Protocol | None
+    make_plan: MakePlan
+    make_fallback: MakeFallback
+    check_first_call: CheckCall | None = None
+    executor: SpmdExecutor | PipelineExecutor | None = None
+    fallback: nn.Module | None = None
+    deferred: DeferredValues | None = None
+    pending_compression_state: Mapping[str, Any] | None = None
+    watch: StepWatch = field(default_factory=StepWatch)
+    retracing: Retracing = field(default_factory=Retracing)
+    argument_values: ArgumentValues = field(default_factory=ArgumentValues)
+    holds_gradients: bool = False
+    is_gathered: bool = False
+    was_called: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        parameters: Mapping[str, Any],
+        device: torch.device,
+        options: Options,
+        make_plan: MakePlan,
+        make_fallback: MakeFallback,
+        make_strategies: MakeStrategies,
+    ) -> Execution:
+        """The execution of a model that has no plan yet."""
+        stream = RandomStream(options, device)
+        context = ExecutionContext(
+            model, dict(parameters), device, options, stream, make_strategies
+        )
+        protocol = Protocol.of(model)
+        if protocol is not None:
+            context.turn = protocol.channel.turn
+        return cls(context, protocol, make_plan, make_fallback)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None until the first call if there were no example inputs."""
+        return self.context.plan
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the plan; None without one, and for one rank."""
+        return self.context.mesh
+
+    def start(self) -> None:
+        """Makes the executor of the plan."""
+        if self.plan is not None:
+            kind = SpmdExecutor if self.plan.pipeline is None else PipelineExecutor
+            self.executor = kind(self.context)
+
+    def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> Execution:
+        """The execution of a copy of the model, under the same plan and with shared programs."""
+        context, protocol = self.context, self.protocol
+        made = Execution(
+            replace(
+                context,
+                model=model,
+                rng=copy.deepcopy(context.rng, memo),
+                held_gradients=HeldGradients(),
+                outside_gradients=OutsideGradients(),
+                compression_state=context.compression_state.copy(),
+            ),
+            None if protocol is None else protocol.of_copy(),
+            self.make_plan,
+            self.make_fallback,
+            check_first_call=self.check_first_call,
+            fallback=copy.deepcopy(self.fallback, memo),
+            pending_compression_state=copy.deepcopy(self.pending_compression_state, memo),
+            argument_values=ArgumentValues(self.argument_values.are_read),
+            holds_gradients=self.holds_gradients,
+            is_gathered=self.is_gathered,
+            was_called=self.was_called,
+        )
+        made.context.guards = context.guards.copy_for(model)
+        made.start()
+        if isinstance(self.executor, SpmdExecutor) and isinstance(made.executor, SpmdExecutor):
+            made.executor.programs = self.executor.programs
+        return made
