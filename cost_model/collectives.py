@@ -53,6 +53,17 @@ def issuer(wait: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) else None
 
 
+def permutation(nbytes: int, shape: GroupShape) -> tuple[str, int, GroupShape]:
+    """The collective, bytes and groups that price a message of each rank to one other rank.
+
+    Inside a node, that is an all-to-all in which a rank sends as many bytes. Between nodes it is
+    an exchange of two ranks on two nodes: of a ring, one link of each direction leaves a node.
+    """
+    if shape.nodes == 1:
+        return "all_to_all", nbytes * shape.ranks // max(1, shape.ranks - 1), shape
+    return "all_to_all", 2 * nbytes, GroupShape(2, 1, shape.groups)
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One issued collective over the groups along a mesh axis.
@@ -81,9 +92,13 @@ class Transfer:
         sources = [node] if collective == "all_gather" else inputs
         whole = [t for source in sources if isinstance(source, fx.Node) for t in tensors(source)]
         nbytes = sum(map(tensor_bytes, whole))
-        if collective == "all_to_all" and 0 in node.args[1]:  # type: ignore[operator]
-            nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part is not sent
         shape = GroupShape.of_axis(axes, axis, ranks_per_node)
+        if collective == "all_to_all":
+            splits: Any = node.args[1]
+            if len(splits) - splits.count(0) == 1:
+                collective, nbytes, shape = permutation(nbytes, shape)
+            elif 0 in splits:
+                nbytes = nbytes * axes[axis] // (axes[axis] - 1)  # a rank's own part is not sent
         dtype = str(whole[0].dtype).removeprefix("torch.") if whole else "float32"
         return cls(collective, axis, nbytes, shape, dtype, node.meta.get("pieces", 1))
 

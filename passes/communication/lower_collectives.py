@@ -22,7 +22,7 @@ from autopar.passes.core.pass_base import Pass, PassResult
 def emitted(kind: str, backend: str) -> str:
     """The kind of collective that a kind is lowered to on a backend; messages keep their size."""
     exchanged = backend == "gloo" and kind in ("all_gather", "reduce_scatter")
-    return "all_to_all" if exchanged else kind
+    return "all_to_all" if exchanged or kind == "permute" else kind
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _sends_complex(start: fx.Node) -> bool:
     """
     if not any(tensor.is_complex() for tensor in tensors(start)):
         return False
-    if kind_of(start) == "all_to_all":
+    if kind_of(start) in ("all_to_all", "permute"):
         raise StrategyError(
             f"{start.name} would send complex numbers, and gloo has no all-to-all of them: keep "
             "the real and imaginary parts apart (torch.view_as_real), or choose a strategy that "

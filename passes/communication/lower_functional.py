@@ -160,7 +160,23 @@ class Lowering(Rewriter):
         issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
         return [issued], lambda done: self.columns(done, shapes)
 
+    def permute(self) -> Begun:
+        """Sends all tensors to one rank and receives those of one, by an uneven all-to-all."""
+        shapes = [list(tensors(x)[0].shape) for x in self.operands]
+        issued = self.send(self.joined([self.flat(x) for x in self.operands]))
+        return [issued], lambda done: self.cut(done, shapes)
+
     # Pieces.
+
+    def send(self, flat: fx.Node) -> fx.Node:
+        """Sends a flat tensor to this rank's target of a permutation."""
+        targets: list[int] = list(self.start.args[1])  # type: ignore[arg-type]
+        size = tensors(flat)[0].numel()
+        received, sent = (
+            [size if rank == peer else 0 for rank in range(self.ranks)]
+            for peer in (targets.index(self.rank), targets[self.rank])
+        )
+        return self.op(c10d.all_to_all_single.default, flat, received, sent, self.axis)
 
     def columns(self, table: fx.Node, shapes: list[list[int]]) -> list[fx.Node]:
         """Unpacks tensors from adjacent columns of a table with one row for each rank."""

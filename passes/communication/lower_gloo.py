@@ -90,6 +90,26 @@ class GlooLowering(Lowering):
         issued = self.exchanges(pieces, chunks)
         return issued, lambda *done: self.gathered(pieces, done, own, shapes)
 
+    def permute(self) -> Begun:
+        """Sends one rank all tensors, and receives those of one, in pieces."""
+        flat = [self.flat(x) for x in self.operands]
+        shapes = [list(tensors(x)[0].shape) for x in self.operands]
+        pieces, issued = self.pieces(flat), []
+        for piece in pieces:
+            parts = [self.part(flat[s.operand], s.begin, s.size) for s in piece]
+            issued.append(self.send(self.joined(parts)))
+            issued[-1].meta["pieces"] = len(pieces)
+
+        def finish(*done: fx.Node) -> Iterator[fx.Node]:
+            arrived: list[list[fx.Node]] = [[] for _ in shapes]
+            for piece, message in zip(pieces, done, strict=True):
+                for segment, part in zip(piece, self.parts(message, piece), strict=True):
+                    arrived[segment.operand].append(part)
+            for parts, shape in zip(arrived, shapes, strict=True):
+                yield self.op(aten.view.default, self.joined(parts), shape)
+
+        return issued, finish
+
     # Pieces.
 
     def pieces(self, chunks: Sequence[fx.Node]) -> list[list[Segment]]:

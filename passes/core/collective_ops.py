@@ -9,6 +9,7 @@ with the collective. A collective takes a list of tensors; passes merge two by j
 | `start_reduce_scatter` | Partial | Shard(0) |
 | `start_all_gather` | Shard(0) | Replicate |
 | `start_all_to_all` | dim 0 by receiving rank | dim 0 by sending rank |
+| `start_permute` | one rank's part | another rank's part |
 """
 
 from __future__ import annotations
@@ -62,12 +63,25 @@ def start_all_to_all(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.T
     return start_all_reduce(tensors, axis)
 
 
+def start_permute(
+    tensors: Sequence[torch.Tensor], targets: Sequence[int], axis: str
+) -> list[torch.Tensor]:
+    """Sends the tensors of rank r of `axis` to rank `targets[r]`, which gets them from r alone."""
+    return start_all_reduce(tensors, axis)
+
+
 def wait(pending: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Waits for a started collective and returns its results."""
     return _fakes(pending)
 
 
-STARTS = (start_all_reduce, start_reduce_scatter, start_all_gather, start_all_to_all)
+STARTS = (
+    start_all_reduce,
+    start_reduce_scatter,
+    start_all_gather,
+    start_all_to_all,
+    start_permute,
+)
 
 FUNCTIONS = (operator.getitem, wait, *STARTS)
 """All functions that graphs call besides operators of torch."""
@@ -86,8 +100,8 @@ def starts(graph: TrainingGraph) -> Iterator[fx.Node]:
 
 def axis_of(start: fx.Node) -> str:
     """Mesh axis of a started collective."""
-    sized = start.target in (start_reduce_scatter, start_all_gather)
-    return str(start.args[2 if sized else 1])
+    follows = start.target in (start_reduce_scatter, start_all_gather, start_permute)
+    return str(start.args[2 if follows else 1])
 
 
 def op_of(start: fx.Node) -> str:

@@ -33,6 +33,7 @@ TAKES: Mapping[str, tuple[type, ...]] = {
     "reduce_scatter": (Partial,),
     "all_gather": (Shard, Varying, Replicate),
     "all_to_all": (Shard, Varying),
+    "permute": (Shard, Varying),
 }
 """Placements that each collective accepts; all-reduced `Varying` statistics are pre-weighted."""
 

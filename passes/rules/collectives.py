@@ -9,6 +9,7 @@ from autopar.passes.core.collective_ops import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
+    start_permute,
     start_reduce_scatter,
 )
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, Rule
@@ -40,6 +41,7 @@ def later_dims_and_rows(operator: Operator) -> list[Loop]:
 COLLECTIVE_RULES: Mapping[Any, Rule] = {
     start_all_reduce: every_dim,
     start_all_to_all: later_dims,
+    start_permute: every_dim,
     start_all_gather: later_dims_and_rows,
     start_reduce_scatter: later_dims_and_rows,
 }

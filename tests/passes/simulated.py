@@ -286,6 +286,13 @@ def _start_all_to_all(parts: Parts, options: Any) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
+def _start_permute(parts: Parts, options: Any) -> list[Tensor]:
+    assert len({tuple(targets) for targets, *_ in options}) == 1, "ranks send elsewhere"
+    targets = list(options[0][0])
+    assert sorted(targets) == list(range(len(parts))), "two ranks send to one"
+    return [parts[targets.index(rank)] for rank in range(len(parts))]
+
+
 def _start_reduce_scatter(parts: Parts, options: Any) -> list[Tensor]:
     total = _sum(parts)
     return list(total.split(chunk_rows(total.shape[0], len(parts))))
@@ -301,6 +308,7 @@ COLLECTIVES: Mapping[Any, Any] = {
     abstract.start_all_gather: _start_all_gather,
     abstract.start_reduce_scatter: _start_reduce_scatter,
     abstract.start_all_to_all: _start_all_to_all,
+    abstract.start_permute: _start_permute,
 }
 WAITS = (c10d.wait_tensor.default, abstract.wait)
 

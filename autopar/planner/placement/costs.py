@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar._torch import OpOverload, pytree
 from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.collectives import permutation
 from autopar.cost_model.cost import ZERO_COST, Cost
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.kernels.aliases import is_view
@@ -85,8 +86,12 @@ class PlacementCosts:
 
     def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
         """Cost of one collective along the axis; bytes as defined in `cost_model.collectives`."""
-        name = str(dtype).removeprefix("torch.")
-        return self.cluster.seconds(collective, nbytes, self.shape, name)
+        return self._sent(collective, nbytes, self.shape, dtype)
+
+    def _sent(self, kind: str, nbytes: int, shape: GroupShape, dtype: torch.dtype) -> Cost:
+        if kind == "permute":
+            kind, nbytes, shape = permutation(nbytes, shape)
+        return self.cluster.seconds(kind, nbytes, shape, str(dtype).removeprefix("torch."))
 
     def operator(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
         """Cost of an operator on one rank's shards, or of its custom lowering."""
@@ -109,8 +114,8 @@ class PlacementCosts:
         nbytes = message_bytes(node)
         if any(isinstance(placement, Shard) for placement in op_strategy.operands):
             nbytes //= self.shape.ranks
-        dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
-        return self.cluster.seconds(kind_of(node), nbytes, self.others[axis_of(node)], dtype)
+        shape, dtype = self.others[axis_of(node)], tensors(node)[0].dtype
+        return self._sent(kind_of(node), nbytes, shape, dtype)
 
     def _on_shards(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
         """Cost of the unsharded operator, scaled by the ratio of its time on shards."""

@@ -115,6 +115,9 @@ def _combine(start: fx.Node, parts: Sequence[Tensor]) -> list[Tensor]:
         case "all_to_all":
             pieces = [part.chunk(len(parts)) for part in parts]
             return [torch.cat(column) for column in zip(*pieces, strict=True)]
+        case "permute":
+            targets: list[int] = list(start.args[1])  # type: ignore[arg-type]
+            return [parts[targets.index(rank)].clone() for rank in range(len(parts))]
     stacked = torch.stack(list(parts))
     total = stacked.amax(0) if op_of(start) == "max" else stacked.sum(0)
     if start.target is start_reduce_scatter:

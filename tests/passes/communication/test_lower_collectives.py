@@ -21,6 +21,7 @@ from autopar.passes.core.collective_ops import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
+    start_permute,
     start_reduce_scatter,
     starts,
 )
@@ -28,7 +29,7 @@ from tests.passes.golden import text, two_layers
 from tests.passes.simulated import Results, c10d, chunks, run_ranks
 
 AXIS = "dp"
-CUT = (start_reduce_scatter, start_all_to_all)
+CUT = (start_reduce_scatter, start_all_to_all, start_permute)
 Shapes = Sequence[tuple[int, ...]]
 
 shapes = st.lists(
@@ -110,6 +111,19 @@ def test_chunks_are_exchanged(shapes: Shapes, n: int, backend: str) -> None:
     for rank, found in enumerate(run(backend, parts, start_all_to_all)):
         want = [torch.stack([p[i][rank] for p in parts]) for i in range(len(shapes))]
         assert all(map(torch.equal, found, want))
+
+
+@settings(max_examples=40)
+@given(shapes, st.data(), ranks, backends, piece_bytes)
+def test_permuted_tensors_arrive(
+    shapes: Shapes, data: st.DataObject, n: int, backend: str, piece: int
+) -> None:
+    targets = data.draw(st.permutations(range(n)))  # some ranks may send to themselves
+    parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
+    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.CHUNK_BYTES", piece):
+        found = run(backend, parts, start_permute, [targets] * n)
+    for rank, target in enumerate(targets):
+        assert all(map(torch.equal, found[target], parts[rank]))
 
 
 @settings(max_examples=40)
