@@ -129,13 +129,14 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -
 # -- results -----------------------------------------------------------------------------------
 
 
-def _heads_last(like: Tensor, width: int) -> Tensor:
+def heads_last(like: Tensor, width: int) -> Tensor:
     """An empty tensor of the shape of `like`, stored as [batch, rows, heads, width]."""
     batch, heads, rows, _ = like.shape
     return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps, and of the dense formula."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -149,10 +150,10 @@ def _attention_fake(
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = query.new_empty(query.shape[:3], dtype=_statistics_dtype(query.dtype))
+    statistics = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
     size = _STATE_BYTES["cuda" if query.device.type == "cuda" else "cpu"] if dropout_p else 0
     state = torch.empty(size, dtype=torch.uint8, device=query.device)
-    return _heads_last(query, value.shape[3]), statistics, state
+    return heads_last(query, value.shape[3]), statistics, state
 
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -174,7 +175,7 @@ def _backward_fake(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mask = query.new_empty(attn_mask.shape if mask_grad and attn_mask is not None else 0)
-    q, k, v = (_heads_last(t, t.shape[3]) for t in (query, key, value))
+    q, k, v = (heads_last(t, t.shape[3]) for t in (query, key, value))
     return q, k, v, mask
 
 
@@ -204,7 +205,7 @@ torch.library.register_autograd("autopar::attention", _backward, setup_context=_
 # -- work --------------------------------------------------------------------------------------
 
 
-def _products(query: Any, key: Any, value: Any) -> tuple[int, int]:
+def products(query: Any, key: Any, value: Any) -> tuple[int, int]:
     """Floating-point operations of a product over the width of queries, and over that of values."""
     batch, heads, rows, width = query
     scores = 2 * batch * heads * rows * key[2]
@@ -213,13 +214,13 @@ def _products(query: Any, key: Any, value: Any) -> tuple[int, int]:
 
 @register_flop_formula(torch.ops.autopar.attention)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    return sum(_products(query, key, value))
+    return sum(products(query, key, value))
 
 
 @register_flop_formula(torch.ops.autopar.attention_backward)
 def _backward_flops(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
     """Scores again, gradients of scores and values, then of queries and keys."""
-    wide, deep = _products(query, key, value)
+    wide, deep = products(query, key, value)
     return 3 * wide + 2 * deep
 
 
@@ -238,20 +239,20 @@ def _run(
     window: Any = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     state = query.new_empty(0, dtype=torch.uint8)
-    if _is_fused(query, key, value, attn_mask, dropout_p, is_causal, scale):
+    if is_fused(query, key, value, attn_mask, dropout_p, is_causal, scale):
         mask = _additive(attn_mask, query.dtype)
         found = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return found[0], found[1].contiguous(), state
-    scores = _scores(query, key, attn_mask, is_causal, scale)
+    scores = scores_of(query, key, attn_mask, is_causal, scale)
     logsumexp = scores.logsumexp(-1)
     weights = _weights(scores, logsumexp)
     if dropout_p:
         state = _generator_state(query.device)
         weights = weights * _kept(weights, dropout_p, window)
-    out = _heads_last(query, value.shape[3])
-    out.copy_(weights @ _each_head(value, query).to(weights.dtype))
+    out = heads_last(query, value.shape[3])
+    out.copy_(weights @ each_head(value, query).to(weights.dtype))
     return out, logsumexp, state
 
 
@@ -271,7 +272,7 @@ def _run_backward(
     scale: float | None = None,
     window: Any = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fused = not mask_grad and _is_fused(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    fused = not mask_grad and is_fused(query, key, value, attn_mask, dropout_p, is_causal, scale)
     none = query.new_empty(0)
     if fused:
         mask = _additive(attn_mask, query.dtype)
@@ -280,25 +281,25 @@ def _run_backward(
             attn_mask=mask, scale=scale,
         )  # fmt: skip
         return *found, none
-    weights = _weights(_scores(query, key, attn_mask, is_causal, scale), logsumexp)
+    weights = _weights(scores_of(query, key, attn_mask, is_causal, scale), logsumexp)
     grad = grad_out.to(weights.dtype)
     kept = None
     if dropout_p:
         with _generator_in(rng_state):
             kept = _kept(weights, dropout_p, window)
     of_value = (weights if kept is None else weights * kept).mT @ grad
-    of_weights = grad @ _each_head(value, query).to(weights.dtype).mT
+    of_weights = grad @ each_head(value, query).to(weights.dtype).mT
     if kept is not None:
         of_weights = of_weights * kept
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
-    factor = _scale(query, scale)
-    of_query = of_scores @ _each_head(key, query).to(weights.dtype) * factor
+    factor = scale_of(query, scale)
+    of_query = of_scores @ each_head(key, query).to(weights.dtype) * factor
     of_key = of_scores.mT @ query.to(weights.dtype) * factor
     mask_shape = attn_mask.shape if mask_grad and attn_mask is not None else None
     return (
-        _heads_last(query, query.shape[3]).copy_(of_query),
-        _heads_last(key, key.shape[3]).copy_(_each_key_head(of_key, key)),
-        _heads_last(value, value.shape[3]).copy_(_each_key_head(of_value, value)),
+        heads_last(query, query.shape[3]).copy_(of_query),
+        heads_last(key, key.shape[3]).copy_(each_key_head(of_key, key)),
+        heads_last(value, value.shape[3]).copy_(each_key_head(of_value, value)),
         none if mask_shape is None else of_scores.sum_to_size(mask_shape).to(query.dtype),
     )
 
@@ -321,7 +322,8 @@ def _generator_in(state: Tensor) -> Iterator[None]:
         yield
 
 
-def _is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, *call: Any) -> bool:
+def is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, *call: Any) -> bool:
+    """Whether a CPU's fused kernel runs for a call."""
     if q.device.type != "cpu" or p:
         return False
     is_causal, scale = call
@@ -336,23 +338,25 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """The factor of scores."""
     return 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
 
 
-def _each_head(tensor: Tensor, query: Tensor) -> Tensor:
+def each_head(tensor: Tensor, query: Tensor) -> Tensor:
     """Keys or values of every query head."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
 
 
-def _each_key_head(gradient: Tensor, like: Tensor) -> Tensor:
+def each_key_head(gradient: Tensor, like: Tensor) -> Tensor:
     """Sums of gradients over the query heads that share a key head."""
     return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Any, is_causal: bool, scale: float | None) -> Tensor:
-    dtype = _statistics_dtype(q.dtype)
-    scores = q.to(dtype) @ _each_head(k, q).to(dtype).mT * _scale(q, scale)
+def scores_of(q: Tensor, k: Tensor, mask: Any, is_causal: bool, scale: float | None) -> Tensor:
+    """Scores of the dense formula, -inf where masked."""
+    dtype = statistics_dtype(q.dtype)
+    scores = q.to(dtype) @ each_head(k, q).to(dtype).mT * scale_of(q, scale)
     if is_causal:
         rows, columns = scores.shape[2:]
         later = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril().logical_not()

@@ -72,6 +72,10 @@ class Partition:
             strategies=tuple((text, tuple(nodes)) for text, nodes in table.items()),
         )
 
+    def lowers(self, name: str) -> bool:
+        """Whether the custom lowering `name` writes some operator."""
+        return any(parse_op_strategy(text).lowering == name for text, _ in self.strategies)
+
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
         """Strategies of the first rank's graph for `rows`; None if they are of another graph."""
         if (graph_hash(graph), rows) != (self.graph, self.rows):

@@ -114,6 +114,8 @@ class Strategy:
             reduce-scattered (sequence parallelism, arXiv:2205.05198).
         loss_chunks: number of chunks of rows in which logits and their loss are computed, so that
             they are never whole; 1 for none. Outputs with logits beside a loss are then left out.
+        ring_attention: whether keys and values of attention go round the ranks of cp: True for
+            wherever they can, False for nowhere, None for where that is faster.
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -149,6 +151,7 @@ class Strategy:
     keep_sharded: bool = False
     sequence_parallel: bool = True
     loss_chunks: int | None = None
+    ring_attention: bool | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -386,6 +389,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "keep_sharded": flag,
     "sequence_parallel": flag,
     "loss_chunks": lambda name, value: count(name, value, 1, MOST_LOSS_CHUNKS),
+    "ring_attention": flag,
 }
 _NEVER_NONE = {
     "batch_semantics", "lossy", "may_sync", "search", "placements", "keep_sharded",

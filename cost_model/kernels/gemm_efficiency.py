@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.graph import tensors
+from autopar.operators.attention_blocks import BLOCKS
 from autopar.operators.kernels import is_canonical
 
 TILES = ((256, 128), (128, 256), (128, 128))
@@ -145,7 +146,8 @@ def is_causal(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is attention in one kernel, forward or backward."""
-    return "scaled_dot_product" in str(node.target) or is_canonical(node)
+    known = is_canonical(node) or node.target in BLOCKS
+    return known or "scaled_dot_product" in str(node.target)
 
 
 def product_of(node: fx.Node) -> Shape | None:

@@ -17,6 +17,7 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.ir.roles import Update
 from autopar.operators.attention import attention
+from autopar.operators.attention_blocks import attention_block
 from autopar.operators.experts import expert_mm
 from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
 from autopar.passes.core.node_builder import aten, is_random, is_view, recompute
@@ -26,6 +27,7 @@ from autopar.plan.recompute import ALL_LEVELS, LEVELS, Level
 ATTENTION = frozenset(
     {
         attention,
+        attention_block,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -14,6 +14,7 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, has_batch_dim
 from autopar.ir.roles import BatchTotal, Parameter, StageInput
 from autopar.operators.attention import attention, attention_backward
+from autopar.operators.attention_blocks import BLOCKS
 from autopar.passes.core.collective_ops import STARTS, wait
 from autopar.passes.core.node_builder import is_random
 
@@ -34,6 +35,7 @@ COSTLY_OPS = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
         attention.overloadpacket, attention_backward.overloadpacket,
+        *(block.overloadpacket for block in BLOCKS),
     }
 )  # fmt: skip
 """Operators that cost more to run on every stage than to run once and send the result."""

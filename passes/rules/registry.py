@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from autopar._torch import OpOverload
 from autopar.operators import attention as canonical
+from autopar.operators.attention_blocks import BLOCKS
 from autopar.operators.checked import checked
 from autopar.operators.ctc import ctc_nll, ctc_nll_backward
 from autopar.operators.experts import expert_mm, expert_outer
@@ -97,7 +98,7 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     CANONICAL: attention.attention,
     (expert_mm,): experts.products,
     (expert_outer,): experts.outer_products,
-    KERNELS: attention.kernel_heads,
+    (*KERNELS, *BLOCKS): attention.kernel_heads,
     # convolution and pooling
     "convolution": structured.convolution,
     "convolution_backward": structured.convolution_backward,
@@ -136,13 +137,16 @@ def rule_of(target: Any) -> Rule | None:
     return generic.pointwise if torch.Tag.pointwise in tags or target in POINTWISE else None
 
 
-def loops_of(operator: Operator) -> list[Loop]:
-    """The loops of an operator, custom lowerings last; probing finds those of an unknown one."""
+def loops_of(operator: Operator, also: Container[str] = ()) -> list[Loop]:
+    """The loops of an operator, custom lowerings last; probing finds those of an unknown one.
+
+    `also` names optional lowerings that may split it, too.
+    """
     if not is_supported(operator.target):
         return probe_loops(operator)
     rule = rule_of(operator.target)
     by_rule = [] if rule is None else rule(operator)
-    found = [*by_rule, *lowering_loops(operator)]
+    found = [*by_rule, *lowering_loops(operator, also)]
     return [loop if fills_dims(loop, operator) else replace(loop, even_only=True) for loop in found]
 
 

@@ -89,12 +89,13 @@ class MathAttention(ConstantDraws):
     Dropout keeps and scales every probability. Backwards check the statistics that they are given.
 
     Attributes:
+        blocks: whether backwards are of blocks, whose statistics are over other keys as well.
         kernels: names of the kernels that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocks: bool = False) -> None:
         super().__init__()
-        self.kernels: set[str] = set()
+        self.blocks, self.kernels = blocks, set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -108,7 +109,7 @@ class MathAttention(ConstantDraws):
         given |= {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
         made = pytree.tree_map(_on_cpu, func(*_on_meta(args), **_on_meta(kwargs)))
         if name in BACKWARDS:
-            for result, value in zip(made, _backward(given), strict=False):
+            for result, value in zip(made, _backward(given, self.blocks), strict=False):
                 if value is not None:
                     result.copy_(value)
             return made
@@ -154,18 +155,19 @@ def _scale(given: Mapping[str, Any]) -> float:
     return given["query"].shape[-1] ** -0.5 if scale is None else scale
 
 
-def _backward(given: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+def _backward(given: Mapping[str, Any], blocks: bool) -> tuple[Tensor | None, ...]:
     query, key, value = (given[name] for name in ("query", "key", "value"))
     gradient = given.get("grad_out", given.get("grad_out_"))
     out, lse = _attend(given)
     rows = given["logsumexp"].reshape(*lse.shape[:2], -1)[..., : lse.shape[-1]]
-    assert torch.allclose(rows.double(), lse.double(), atol=1e-4), "the backward got other rows"
-    assert torch.allclose(given["out"], out), "the backward got another output"
-    weights = _scores(given).softmax(-1)
+    if not blocks:
+        assert torch.allclose(rows.double(), lse.double(), atol=1e-4), "the backward got other rows"
+        assert torch.allclose(given["out"], out), "the backward got another output"
+    weights = (_scores(given) - rows.unsqueeze(-1)).exp()
     kept = weights / (1.0 - given["dropout_p"])
     of_values = kept.transpose(-2, -1) @ gradient
     of_kept = gradient @ _repeated(value, query).transpose(-2, -1) / (1.0 - given["dropout_p"])
-    of_scores = weights * (of_kept - (of_kept * weights).sum(-1, keepdim=True))
+    of_scores = weights * (of_kept - (gradient * given["out"]).sum(-1, keepdim=True))
     of_query = of_scores @ _repeated(key, query) * _scale(given)
     of_keys = of_scores.transpose(-2, -1) @ query * _scale(given)
     of_bias = of_scores if given.get("grad_input_mask", [False])[-1] else None

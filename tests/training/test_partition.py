@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.ir.placement import Replicate, Shard
+from autopar.passes.rules.lowerings.ring_attention import RING
 from tests.harness.models import MODELS
 from tests.harness.reference import Reference, batches, to_dtype, train_steps
 from tests.harness.training import (
@@ -54,6 +55,8 @@ def train(rank: int, world_size: int, name: str, setups: list[dict[str, Any]]) -
         assert model.plan is not None
         for partition in model.plan.partitions:
             assert options[partition.axis] == partition.ranks
+            passed_on = partition.axis == "cp" and "ring_attention" in options
+            assert partition.lowers(RING) == passed_on
             divided = bool(partition.parameters)
             assert divided == (partition.axis != "cp") or name in ("odd", "conv")  # by rows
         if options.get("zero") == 3 and not options.get("tp") and name != "uneven":
@@ -85,6 +88,17 @@ def slow(*values: Any) -> Any:
             [{"cp": 2, "zero": 3}, {"cp": 2, "zero": MIXED}],
         ),
         ("moe", 2, [{"ep": 2, "zero": 3}]),
+        (
+            "gpt",
+            2,
+            [
+                {"cp": 2, "ring_attention": True},
+                {"cp": 2, "zero": 3, "recompute": "full", "ring_attention": True},
+            ],
+        ),
+        slow("gpt", 3, [{"cp": 3, "zero": 3, "recompute": "everything", "ring_attention": True}]),
+        slow("gpt", 4, [{"cp": 2, "tp": 2, "placements": FUSED, "ring_attention": True}]),
+        slow("moe", 4, [{"cp": 2, "ep": 2, "zero": 3, "ring_attention": True}]),
         slow("uneven", 3, [{"cp": 3, "zero": 3}]),
         slow("gpt", 4, [{"cp": 2, "zero": 2}, {"tp": 2, "cp": 2, "zero": 3, "placements": FUSED}]),
         slow("moe", 4, [{"ep": 2, "zero": 3}, {"cp": 2, "ep": 2, "zero": 3}]),

@@ -21,7 +21,8 @@ from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.ir.graph import Value, dense_strides, elements, tensor_bytes, tensors
 from autopar.ir.placement import OpStrategy, Placement, Shard
-from autopar.passes.core.collective_ops import STARTS, axis_of, kind_of, message_bytes
+from autopar.operators.attention_blocks import BLOCKS
+from autopar.passes.core.collective_ops import STARTS, axis_of, kind_of, message_bytes, wait
 from autopar.passes.rules.local_args import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
@@ -128,10 +129,25 @@ class PlacementCosts:
         return Cost(whole.seconds * share, whole.provenance, whole.error)
 
     def _own(self, node: fx.Node, op_strategy: OpStrategy) -> Cost:
-        run = program(Operator.of(node), op_strategy, self.shape.ranks, 0)
-        costs = [self.operators.seconds(n) for n in run.nodes if isinstance(n.target, OpOverload)]
-        messages, dtype = self.traffic(node, op_strategy), tensors(node)[0].dtype
-        return _sum([*costs, *(self.sent(kind, nbytes, dtype) for kind, nbytes in messages)])
+        """Cost of the operators and collectives of a lowering, which may overlap."""
+        costs: list[Cost] = []
+        clock = idle = 0.0  # when the rank, and the axis, is done
+        arrives: dict[fx.Node, float] = {}
+        for n in program(Operator.of(node), op_strategy, self.shape.ranks, 0).nodes:
+            if n.target in STARTS:
+                costs.append(self.sent(kind_of(n), message_bytes(n), tensors(n)[0].dtype))
+                arrives[n] = idle = max(clock, idle) + costs[-1].seconds
+            elif n.target is wait:
+                clock = max(clock, arrives[n.all_input_nodes[0]])
+            elif isinstance(n.target, OpOverload):
+                costs.append(self._block(node) if n.target in BLOCKS else self.operators.seconds(n))
+                clock += costs[-1].seconds
+        return replace(_sum(costs), seconds=clock)
+
+    def _block(self, node: fx.Node) -> Cost:
+        """Cost of a block of attention: all blocks of a ring do a rank's share of the whole."""
+        whole, launch_s = self.operators.seconds(node), self.operators.roofline.launch_s
+        return replace(whole, seconds=max(launch_s, whole.seconds / self.shape.ranks**2))
 
     def traffic(self, node: fx.Node, op_strategy: OpStrategy) -> tuple[tuple[str, int], ...]:
         """Collectives of a custom lowering, and their message sizes in bytes."""

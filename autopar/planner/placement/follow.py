@@ -15,6 +15,7 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, Value, operands
 from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
 from autopar.passes.core.collective_ops import value_of
+from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name, parse_op_strategy
@@ -31,7 +32,8 @@ def follow(graph: TrainingGraph, partition: Partition) -> NodeStrategies | None:
     }
     layouts = partition.layouts
     pins = {name: layouts.get(name, Replicate()) for name in graph.parameters}
-    choices = strategy_choices(graph, partition.ranks, pins)
+    ring = None if partition.lowers(RING) else False
+    choices = strategy_choices(graph, partition.ranks, pins, ring=ring)
     chosen: Chosen = {}
     for node in graph.graph.nodes:
         if node not in choices.op_strategies:

@@ -95,15 +95,18 @@ def solve(
     pins: Mapping[str, Placement] | None = None,
     weight: Weight | None = None,
     wrapping: float = 0.0,
+    ring: bool | None = False,
 ) -> Solution:
     """Finds the strategies with the fewest seconds, under a memory constraint if given.
 
-    A step takes `wrapping` more seconds if any parameter is sharded.
+    A step takes `wrapping` more seconds if any parameter is sharded. `ring` is as for
+    `strategy_choices`.
 
     Raises:
         PlanError: No solution was found in time.
     """
-    program = _Program(graph, strategy_choices(graph, ranks, pins), price, work, update, wrapping)
+    choices = strategy_choices(graph, ranks, pins, ring=ring)
+    program = _Program(graph, choices, price, work, update, wrapping)
     if weight is None:
         result, held = program.run(program.costs), [0.0]
     else:

@@ -39,6 +39,7 @@ def partition(
     wrapped: bool = True,
     keep_sharded: bool = False,
     sequence: bool = True,
+    ring: bool | None = False,
 ) -> Solution:
     """The cheapest strategies of a graph along an axis.
 
@@ -57,6 +58,7 @@ def partition(
         wrapped: whether parameters are DTensors even if all are replicated.
         keep_sharded: whether pinned parameters are never gathered.
         sequence: whether replicated activations may be sharded, and partial sums reduce-scattered.
+        ring: whether attention goes by a ring of ranks where it can; None: where it is cheaper.
 
     Raises:
         StrategyError: A required placement is impossible.
@@ -87,6 +89,7 @@ def partition(
         pins=found,
         weight=weight,
         wrapping=0.0 if wrapped else prices.wrapping(len(trained)),
+        ring=ring,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from autopar.passes.rules.loops import (
     replicated,
     split_loop,
 )
+from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.operators.partial_linear import linear_strategies
 from autopar.passes.rules.registry import loops_of
 from autopar.planner.placement.repeated_nodes import repeated
@@ -48,9 +49,15 @@ class StrategyChoices:
 
 
 def strategy_choices(
-    graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
+    graph: TrainingGraph,
+    ranks: int,
+    pins: Mapping[str, Placement] | None = None,
+    *,
+    ring: bool | None = False,
 ) -> StrategyChoices:
     """Strategies of a graph: every loop of every operator, with the interleaves that views need.
+
+    Attention may go by a ring of ranks unless `ring` is false; it has to, where it can, if true.
 
     Raises:
         StrategyError: A pinned shard is uneven, but this is not the last axis to partition.
@@ -60,7 +67,7 @@ def strategy_choices(
     calls = [node for node in graph.calls() if not is_name(node)]
     reads = {node: [value_of(source) for source in operands(node)] for node in calls}
     loops = {
-        node: _loops(node, even) if _known(reads[node]) else []
+        node: _loops(node, even, () if ring is False else (RING,)) if _known(reads[node]) else []
         for node in calls
         if same[node] is node
     }
@@ -82,7 +89,8 @@ def strategy_choices(
         if _known(reads[node]):
             operator = Operator.of(node)
             ways = [replicated(operator), *map(split_loop, own), *linear_strategies(operator)]
-            op_strategies[node] = list(dict.fromkeys(ways))
+            rings = [way for way in ways if ring and way.lowering == RING]
+            op_strategies[node] = list(dict.fromkeys(rings or ways))
         else:
             results = (whole,) * len(elements(node))
             op_strategies[node] = [OpStrategy((whole,) * len(reads[node]), results)]
@@ -111,7 +119,7 @@ def _is_last(graph: TrainingGraph) -> bool:
     return len(left) < 2
 
 
-def _loops(node: fx.Node, even: bool) -> list[Loop]:
+def _loops(node: fx.Node, even: bool, also: Container[str]) -> list[Loop]:
     """Loops of an operator; those over batch dims, or all if `even`, allow even shards only.
 
     Batch dims need even shards because other data-parallel ranks, which may have fewer rows, use
@@ -124,7 +132,7 @@ def _loops(node: fx.Node, even: bool) -> list[Loop]:
         places = zip((*loop.operands, *loop.results), (*over, *made), strict=False)
         return any(isinstance(at, DimAccess) and at.dim in dims for at, dims in places)
 
-    loops = loops_of(Operator.of(node))
+    loops = loops_of(Operator.of(node), also)
     return [replace(loop, even_only=True) if even or of_rows(loop) else loop for loop in loops]
 
 

@@ -12,6 +12,8 @@ from torch import fx
 from autopar.ir.graph import TrainingGraph, Value
 from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
 from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
+from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import loops_of
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
@@ -29,10 +31,15 @@ STEP_S = 1e-9
 
 
 def partition_by_bytes(
-    graph: TrainingGraph, ranks: int, pins: Mapping[str, Placement] | None = None
+    graph: TrainingGraph,
+    ranks: int,
+    pins: Mapping[str, Placement] | None = None,
+    *,
+    ring: bool | None = False,
 ) -> NodeStrategies:
     """Strategies that best trade moved bytes for sharded work, at nominal costs.
 
+    `ring` is as for `strategy_choices`.
     The result depends only on the arguments, so all processes find the same.
     """
 
@@ -49,17 +56,22 @@ def partition_by_bytes(
         if node not in iterations:
             iterations[node] = _iterations(node)
         divided = any(isinstance(p, Shard) for p in (*op_strategy.operands, *op_strategy.results))
-        return ITERATION_S * iterations[node] / (ranks if divided else 1)
+        moved = 0
+        if op_strategy.lowering == RING:
+            sent = CUSTOM_LOWERINGS[RING].traffic(Operator.of(node), op_strategy, ranks)
+            moved = sum(nbytes for _, nbytes in sent)
+        return ITERATION_S * iterations[node] / (ranks if divided else 1) + BYTE_S * moved
 
     found = resolve_constraints(pins or {}, graph.parameters, ranks)
-    return by_node_name(solve(graph, ranks, price, work, pins=found).op_strategies)
+    return by_node_name(solve(graph, ranks, price, work, pins=found, ring=ring).op_strategies)
 
 
 def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
     """Strategies for another call of a model, with the parameter placements of a plan."""
     pins: dict[str, Placement] = {escape(name): Replicate() for name in graph.parameters}
     pins |= {escape(name): placement for name, placement in partition.layouts.items()}
-    return partition_by_bytes(graph, partition.ranks, pins)
+    ring = partition.lowers(RING)
+    return partition_by_bytes(graph, partition.ranks, pins, ring=ring)
 
 
 def _iterations(node: fx.Node) -> int:

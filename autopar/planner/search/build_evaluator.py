@@ -104,8 +104,9 @@ def solve_axis(
 ) -> NodeStrategies:
     """Strategies of least cost along one axis, or of fewest bytes without a measured machine."""
     mesh, pins = dict(problem.mesh), problem.strategy.pins(axis, graph.parameters)
+    ring = problem.strategy.ring_attention if axis == "cp" else False
     if machine is None:
-        return partition_by_bytes(graph, mesh[axis], pins)
+        return partition_by_bytes(graph, mesh[axis], pins, ring=ring)
     unsharded = problem.parameters
     # Parameters that nothing shards stay plain. Charging each the overhead of a DTensor made a deep
     # GPT come out 27 % too slow where tp divides rows.
@@ -124,5 +125,6 @@ def solve_axis(
         wrapped=sharded or shards > 1,
         keep_sharded=problem.strategy.keep_sharded,
         sequence=problem.strategy.sequence_parallel,
+        ring=ring,
     )
     return by_node_name(solution.op_strategies)

@@ -6,7 +6,7 @@ rank runs instead of the operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopar.passes.rules.lowerings import (
     losses,
     norms,
     random,
+    ring_attention,
     scan,
     softmax,
 )
@@ -47,9 +48,16 @@ class CustomLowering:
         return tuple((kind_of(n), message_bytes(n)) for n in nodes if n.target in STARTS)
 
 
+FAMILIES: Any = (
+    attention, embedding, experts, losses, softmax, norms, scan, random, ring_attention,
+)  # fmt: skip
+
+OPTIONAL = frozenset(ring_attention.LOWERINGS)
+"""Custom lowerings that are not offered unless asked for."""
+
 CUSTOM_LOWERINGS: Mapping[str, CustomLowering] = {
     name: CustomLowering(overloads(names), rule, lower)
-    for family in (attention, embedding, experts, losses, softmax, norms, scan, random)
+    for family in FAMILIES
     for name, (names, rule, lower) in family.LOWERINGS.items()
 }
 """Every custom lowering, by name, from the texts of its operators, its rule and its writer."""
@@ -60,12 +68,12 @@ def lower(ctx: LoweringContext) -> list[fx.Node | None]:
     return list(CUSTOM_LOWERINGS[ctx.op_strategy.lowering].lower(ctx))
 
 
-def lowering_loops(operator: Operator) -> list[Loop]:
-    """The loops of an operator that custom lowerings split."""
+def lowering_loops(operator: Operator, also: Container[str] = ()) -> list[Loop]:
+    """The loops of an operator that custom lowerings split; of optional ones, those of `also`."""
     return [
         replace(loop, lowering=name)
         for name, lowering in CUSTOM_LOWERINGS.items()
-        if operator.target in lowering.targets
+        if operator.target in lowering.targets and (name not in OPTIONAL or name in also)
         for loop in lowering.rule(operator)
     ]
 

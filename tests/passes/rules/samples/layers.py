@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from autopar.operators import attention
+from autopar.operators import attention, attention_blocks
 from autopar.operators.checked import checked
 from autopar.operators.ctc import ctc_nll, ctc_nll_backward
 from autopar.operators.experts import expert_mm, expert_outer
@@ -335,6 +335,23 @@ def canonical_attention_backward(d: Draw) -> tuple[Any, ...]:
     results = attention.attention(q, k, v, mask, *call)
     wanted = mask is not None and d.flag()
     return (d.rand(*results[0].shape), q, k, v, mask, *results, wanted, *call)
+
+
+@sample(attention_blocks.attention_block)
+def attention_block(d: Draw) -> tuple[Any, ...]:
+    q, k, v, *_ = _qkv(d)
+    if d.flag():
+        q = d.rand(q.shape[0], 2 * k.shape[1], *q.shape[2:])
+    parts = ("whole", "early", "late")
+    part = parts[d.size() % 3] if q.shape[2] > 1 < k.shape[2] else "whole"
+    return (q, k, v, part == "whole" and d.flag(), part)
+
+
+@sample(attention_blocks.attention_block_backward)
+def attention_block_backward(d: Draw) -> tuple[Any, ...]:
+    q, k, v, *call = attention_block(d)
+    out, logsumexp, _ = attention.attention(q, k, v, None, 0.0, call[0])
+    return (d.rand(*out.shape), q, k, v, out, logsumexp, *call)
 
 
 @sample(aten.convolution.default)
