@@ -138,10 +138,8 @@ def build_stage_pipeline(
         passes += (CastBeforeGather(), BucketCollectives(decisions.buckets, decisions.bucket_bytes))
     if decisions.compressions.activations:
         passes.append(CompressActivations(decisions.compressions.activations))
+    passes += (HierarchicalCollectives(levels) for levels in decisions.levels if levels.from_bytes)
     if decisions.dp_size > 1:
-        passes += (
-            HierarchicalCollectives(levels) for levels in decisions.levels if levels.from_bytes
-        )
         axes.insert(0, DATA_AXIS)
     if axes:
         # Abstract collectives move as two nodes; lowered ones have copies and views around them.

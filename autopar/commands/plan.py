@@ -103,7 +103,7 @@ def add_strategy(parser: argparse.ArgumentParser, default: str) -> None:
     )
     add("--tp", type=ranks, help="tensor-parallel ranks")
     add("--cp", type=ranks, help="context-parallel ranks: only activations are sharded")
-    add("--ep", type=ranks, help="expert-parallel ranks, inside of tp")
+    add("--ep", type=ranks, help="expert-parallel ranks, outside of tp")
     add("--pp", type=ranks, help="pipeline-parallel ranks")
     add("--micro-batches", type=ranks, help="micro-batches of a rank's batch")
     add("--schedule", choices=SCHEDULES, help="pipeline schedule")

@@ -31,8 +31,8 @@ SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
 """Axes that the planner searches, by name of the strategy. Pipelines are opt-in, because torch's
 `clip_grad_norm_` sees only the gradients of a rank's own stages."""
 
-MESH = ("cp", "tp", "ep")
-"""Model-parallel axes, outermost first; pp and dp are outside of them."""
+MESH = ("cp", "ep", "tp")
+"""Model-parallel axes, outermost first, inside of pp and dp. Ranks of tp are the closest."""
 
 UNUSED = "nothing is worth dividing over {}: each rank of it does the same"
 """Note of a plan on an axis of `MESH` whose ranks repeat each other's work."""
@@ -76,7 +76,7 @@ class Strategy:
             rank's own rows, and gradients are averaged.
         tp: number of tensor-parallel ranks; None and 1 for none.
         cp: number of ranks that shard activations only; ZeRO shards parameters over them, too.
-        ep: like tp, along an inner axis of closer ranks; both may be combined.
+        ep: like tp, for experts; ranks of tp are closer to each other if both are combined.
         pp: number of pipeline ranks; None and 1 for none.
         micro_batches: number of micro-batches of a rank's rows.
         schedule: pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".

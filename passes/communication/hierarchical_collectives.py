@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
 from autopar.passes.communication.lower_functional import Rewriter
 from autopar.passes.core.collective_ops import (
     annotate,
@@ -28,6 +28,7 @@ from autopar.passes.core.collective_ops import (
     op_of,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
     starts,
 )
@@ -42,6 +43,7 @@ PARTS = {
     ),
     "reduce_scatter": (("reduce_scatter", INTRA_NODE), ("reduce_scatter", INTER_NODE)),
     "all_gather": (("all_gather", INTER_NODE), ("all_gather", INTRA_NODE)),
+    "all_to_all": (("all_to_all", INTRA_NODE), ("all_to_all", INTER_NODE)),
 }
 """Collectives that replace each kind, with the level of each, in order."""
 
@@ -60,7 +62,6 @@ class HierarchicalCollectives(Pass):
     """
 
     levels: Levels
-    requires = frozenset({GraphProperty.COLLECTIVES_BUCKETED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         axis, within = self.levels.axis, self.levels.intra_node
@@ -75,7 +76,7 @@ class HierarchicalCollectives(Pass):
         return PassResult(graph, "" if found else f"no message over {axis} is large enough")
 
     def splits(self, start: fx.Node) -> bool:
-        sums = start.target is start_all_gather or op_of(start) == "sum"
+        sums = start.target is not start_all_reduce or op_of(start) == "sum"
         return sums and self.levels.splits(kind_of(start), message_bytes(start))
 
 
@@ -130,6 +131,24 @@ class _Split(Rewriter):
             columns = self.op(aten.slice.Tensor, table, 2, end - size * prod(rest), end)
             shape = [size * self.ranks, *rest]
             yield self.op(aten.view.default, self.contiguous(columns), shape)
+
+    def all_to_all(self) -> Iterator[fx.Node]:
+        """Sends each neighbour what it passes on to its place on every node, then passes it on."""
+        shapes = [tensors(x)[0].shape for x in self.operands]
+        tables = [
+            self.op(aten.view.default, self.flat(x), [self.nodes, self.near, -1])
+            for x in self.operands
+        ]
+        sent = self.op(aten.permute.default, self.joined(tables, 2), [1, 0, 2])
+        near = self.send(start_all_to_all, self.flat(sent), None, self.within, Varying())
+        table = self.op(aten.view.default, near, [self.near, self.nodes, -1])
+        passed = self.flat(self.op(aten.permute.default, table, [1, 0, 2]))
+        done = self.send(start_all_to_all, passed, None, self.between, Varying())
+        table = self.op(aten.view.default, done, [self.ranks, -1])
+        ends = accumulate(shape.numel() // self.ranks for shape in shapes)
+        for shape, end in zip(shapes, ends, strict=True):
+            columns = self.op(aten.slice.Tensor, table, 1, end - shape.numel() // self.ranks, end)
+            yield self.op(aten.view.default, self.contiguous(columns), list(shape))
 
     # Pieces.
 

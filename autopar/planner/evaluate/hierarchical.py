@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from math import prod
 
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
@@ -14,7 +15,7 @@ from autopar.passes.communication.lower_collectives import emitted
 from autopar.passes.compression.reduce_algorithms import messages_of_sum
 from autopar.plan.compression import Compression
 from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
+from autopar.plan.strategy import MESH, Strategy
 from autopar.planner.machine import Machine
 
 ALWAYS_FROM = 256 * 2**10
@@ -27,32 +28,43 @@ SIZES = tuple(2**power for power in range(12, 28))
 def levels_of(
     base: Plan, strategy: Strategy, machine: Machine | None, backend: str
 ) -> tuple[Levels, ...]:
-    """Levels of the data axis, and its hierarchical collectives; empty for a single level."""
+    """Levels of each axis over nodes with several ranks, and its hierarchical collectives."""
+    axes = (DATA_AXIS, *(axis for axis, _ in base.mesh if axis in MESH))
     cluster = machine.cluster if machine else None
-    within = _neighbours(base, strategy, cluster)
-    own = Levels(DATA_AXIS, within)
-    sizes = own.sizes(base.dp_size)
+    found = (_levels_along(axis, base, strategy, cluster, backend) for axis in axes)
+    return tuple(each for each in found if each is not None)
+
+
+def _levels_along(
+    axis: str, base: Plan, strategy: Strategy, cluster: Cluster | None, backend: str
+) -> Levels | None:
+    """Levels of an axis; None where nothing needs them."""
+    within = _neighbours(axis, base, strategy, cluster)
+    sizes = Levels(axis, within).sizes(dict(base.mesh)[axis])
     if not sizes:
-        return ()
-    methods = _level_codecs(strategy)
+        return None
+    of_data = axis == DATA_AXIS
+    methods = _level_codecs(strategy) if of_data else {}
     if strategy.hierarchical:
         found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
-        found = _sizes_that_pay(cluster, dict(base.mesh) | sizes, backend, methods)
+        found = sizes_that_pay(cluster, dict(base.mesh) | sizes, axis, backend, methods)
     else:
         found = {}
-    if not found and not base.hybrid:
-        return ()
-    return (Levels(DATA_AXIS, within, tuple(found.items())),)
+    if not found and not (of_data and base.hybrid):
+        return None
+    return Levels(axis, within, tuple(found.items()))
 
 
-def _neighbours(base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
-    if base.hybrid:
+def _neighbours(axis: str, base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
+    """Ranks of an axis that are next to each other on a node."""
+    if axis == DATA_AXIS and base.hybrid:
         return strategy.dp_shard or 1
-    if strategy.hierarchical and strategy.hierarchical is not True:
-        return strategy.hierarchical
     on_node = cluster.ranks_per_node if cluster is not None else base.world_size
-    return max(1, on_node // base.model_parallel_size)
+    if strategy.hierarchical and strategy.hierarchical is not True:
+        on_node = strategy.hierarchical
+    names, sizes = zip(*base.mesh, strict=True)
+    return max(1, on_node // prod(sizes[names.index(axis) + 1 :]))
 
 
 def _level_codecs(strategy: Strategy) -> dict[str, Compression]:
@@ -65,21 +77,25 @@ def _level_codecs(strategy: Strategy) -> dict[str, Compression]:
     return {own.method: own for own in methods if own.method != "powersgd"}
 
 
-def _sizes_that_pay(
-    cluster: Cluster, axes: dict[str, int], backend: str, methods: Mapping[str, Compression]
+def sizes_that_pay(
+    cluster: Cluster,
+    axes: dict[str, int],
+    axis: str,
+    backend: str,
+    methods: Mapping[str, Compression],
 ) -> dict[str, int]:
     """Minimum size from which hierarchical messages are always faster, by kind and compression.
 
     The compute of a compression is ignored.
     """
-    between, within = level(DATA_AXIS, INTER_NODE), level(DATA_AXIS, INTRA_NODE)
+    between, within = level(axis, INTER_NODE), level(axis, INTRA_NODE)
 
-    def seconds(kind: str, axis: str, nbytes: int, by: Compression | None = None) -> float:
+    def seconds(kind: str, along: str, nbytes: int, by: Compression | None = None) -> float:
         """Seconds of a collective; infinite if unknown."""
         if by is not None:
-            sent = messages_of_sum(by, nbytes // 4, axes[axis])
-            return sum(seconds(kind, axis, own) for kind, own in sent)
-        shape = GroupShape.of_axis(axes, axis, cluster.ranks_per_node)
+            sent = messages_of_sum(by, nbytes // 4, axes[along])
+            return sum(seconds(kind, along, own) for kind, own in sent)
+        shape = GroupShape.of_axis(axes, along, cluster.ranks_per_node)
         try:
             return cluster.seconds(emitted(kind, backend), nbytes, shape).seconds
         except ClusterError:
@@ -96,7 +112,7 @@ def _sizes_that_pay(
     summed = ((name, "all_reduce", by) for name, by in methods.items())
     for name, kind, by in (*((kind, kind, None) for kind in PARTS), *summed):
         for nbytes in reversed(SIZES):
-            if by_level(kind, nbytes, by) >= seconds(kind, DATA_AXIS, nbytes, by):
+            if by_level(kind, nbytes, by) >= seconds(kind, axis, nbytes, by):
                 break
             found[name] = nbytes
     return found
