@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from autopar._torch import pytree
 from autopar.capture.channels_last import mark_channels_last
 from autopar.capture.model_info import describe_parameters
 from autopar.cost_model.cluster.cluster import Cluster
@@ -103,7 +105,14 @@ def make_problem(
         device=device,
         comm_backend=comm_backend,
         backend=options.backend,
+        row_length=row_length(options.example_inputs),
     )
+
+
+def row_length(inputs: Any) -> int:
+    """Most elements of a row of the inputs along one dim; 0 without any."""
+    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    return max((size for leaf in leaves for size in leaf.shape[1:]), default=0)
 
 
 def check_call_agrees(problem: PlanningProblem, options: CompileOptions) -> None:

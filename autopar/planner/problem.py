@@ -46,6 +46,7 @@ class PlanningProblem:
         state_block_bytes: bytes of parameters that are stepped at once, as if the optimizer's
             states were on storage; 0 to plan for the optimizer as it is.
         speeds: speed of each rank relative to the fastest; () if they are equal or unknown.
+        row_length: most elements of a row of the inputs along one dim; 0 if unknown.
     """
 
     model: str
@@ -63,6 +64,7 @@ class PlanningProblem:
     device_memory: DeviceMemory | None = None
     state_block_bytes: int = 0
     speeds: tuple[float, ...] = ()
+    row_length: int = 0
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)

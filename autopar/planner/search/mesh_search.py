@@ -28,8 +28,8 @@ from autopar.planner.search.meshes import (
     SMALL_WORLD,
     abbreviated,
     mesh_name,
-    meshes,
     model_ranks,
+    open_meshes,
     unusual_axes,
     with_micro_batches,
 )
@@ -119,9 +119,7 @@ def fastest_mesh(
     if not problem.strategy.search:
         return plan_mesh(problem, context)
     search = _MeshSearch(problem=problem, plan_mesh=plan_mesh, context=context, progress=progress)
-    first, *others = meshes(
-        problem.strategy, problem.world_size, ranks_per_node, len(problem.blocks)
-    )
+    first, *others = open_meshes(problem, ranks_per_node)
     small = problem.world_size <= SMALL_WORLD
     if context.timed:
         return search.timed((first, *others), estimate, refine)
@@ -432,9 +430,9 @@ class _MeshSearch(SearchRecord):
         return least_state_bytes(infos, stages, ranks, ratio, stored=stored), gathered
 
 
-def _likely_to_fit(strategy: Strategy) -> tuple[bool, int]:
-    """Order of meshes where data parallelism does not fit: neighbours first, then wide models."""
-    return model_ranks(strategy) > 1, -model_ranks(strategy)
+def _likely_to_fit(strategy: Strategy) -> tuple[bool, int, int]:
+    """Order of meshes where data parallelism does not fit: neighbours, tp, wide models first."""
+    return model_ranks(strategy) > 1, unusual_axes(strategy), -model_ranks(strategy)
 
 
 def _recomputes(plan: Plan) -> bool:

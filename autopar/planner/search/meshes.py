@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
+from autopar.ir.graph import ParameterInfo
 from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
+from autopar.planner.problem import PlanningProblem
 
 SMALL_WORLD = 8
 """Largest world in which model-parallel axes may cross nodes, where links are slow."""
+
+LEAST_TOKENS = 4096
+"""Fewest elements of a row on a rank where cp is searched beyond a node."""
 
 MICRO_BATCHES_PER_STAGE = 8
 """Most micro-batches tried, for each stage."""
@@ -19,17 +24,50 @@ NAMED_MESHES = 8
 """Meshes that a note names; it counts the rest."""
 
 
+@dataclass(frozen=True)
+class MostRanks:
+    """Most ranks that each axis of a model is worth in a search.
+
+    tp stays on a node of larger worlds. ep and cp may go beyond it, one of them at a time.
+    """
+
+    pp: int
+    tp: int
+    ep: int
+    cp: int
+
+    @staticmethod
+    def of(problem: PlanningProblem, ranks_per_node: int) -> MostRanks:
+        """Those of a model in a world of nodes."""
+        world_size = problem.world_size
+        near = world_size if world_size <= SMALL_WORLD else ranks_per_node
+        experts = experts_of(problem.parameters.values())
+        length = problem.row_length // LEAST_TOKENS
+        return MostRanks(len(problem.blocks), near, max(near, experts), max(near, length))
+
+
+def open_meshes(problem: PlanningProblem, ranks_per_node: int) -> Iterator[Strategy]:
+    """Every mesh that the strategy of a problem leaves open."""
+    most = MostRanks.of(problem, ranks_per_node)
+    return meshes(problem.strategy, problem.world_size, ranks_per_node, most)
+
+
 def meshes(
-    strategy: Strategy, world_size: int, ranks_per_node: int, blocks: int
+    strategy: Strategy, world_size: int, ranks_per_node: int, most: MostRanks
 ) -> Iterator[Strategy]:
     """Every mesh that `strategy.search` leaves open, the fewest model-parallel ranks first."""
-    widest = world_size if world_size <= SMALL_WORLD else ranks_per_node
-    most = {"pp": blocks, **dict.fromkeys(("tp", "cp", "ep"), widest)}
+    open_axes = [a for a in ("pp", "tp", "cp", "ep") if a in strategy.search]
+    open_axes = [axis for axis in open_axes if getattr(strategy, axis) is None]
     found = [replace(strategy, search=())]
-    for axis in (a for a in strategy.search if a in most and getattr(strategy, a) is None):
-        sizes = [n for n in range(1, most[axis] + 1) if world_size % n == 0]
+    for axis in open_axes:
+        sizes = [n for n in range(1, getattr(most, axis) + 1) if world_size % n == 0]
         found = [replace(one, **{axis: n}) for one in found for n in sizes]  # type: ignore[arg-type]
-    fitting = [one for one in found if world_size % model_ranks(one) == 0]
+
+    def is_tried(one: Strategy) -> bool:
+        far = [a for a in open_axes if a in ("ep", "cp") and one.axes.get(a, 1) > most.tp]
+        return world_size % model_ranks(one) == 0 and len(far) <= 1
+
+    fitting = filter(is_tried, found)
     for one in sorted(fitting, key=lambda one: (model_ranks(one), one.pp_size)):
         yield one
         neighbours = ranks_per_node // one.model_parallel_size
@@ -37,6 +75,15 @@ def meshes(
         shards = "dp_shard" in strategy.search and one.dp_shard is None and one.zero != 0
         if shards and 1 < neighbours < ranks and ranks % neighbours == 0:
             yield replace(one, dp_shard=neighbours)
+
+
+def experts_of(parameters: Iterable[ParameterInfo]) -> int:
+    """Most matrices in a stack of them; 1 if there are none.
+
+    The kernels of convolutions have three dims, too, but smaller ones behind the first.
+    """
+    stacks = (info.shape for info in parameters if len(info.shape) == 3)
+    return max((count for count, *sizes in stacks if count < min(sizes)), default=1)
 
 
 def with_micro_batches(strategy: Strategy, most: int | None = None) -> Iterator[Strategy]:

@@ -20,7 +20,7 @@ from autopar.planner.search.mesh_search import (
     SearchProgress,
     fastest_mesh,
 )
-from autopar.planner.search.meshes import meshes
+from autopar.planner.search.meshes import MostRanks, meshes
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 
@@ -33,23 +33,57 @@ def mesh(strategy: Strategy) -> Mesh:
     return strategy.pp_size, strategy.model_parallel_size, strategy.micro_batches
 
 
+def all_meshes(
+    strategy: Strategy, world_size: int, near: int, blocks: int = 2, *, ep: int = 1, cp: int = 1
+) -> list[Strategy]:
+    """Meshes on nodes of `near` ranks, where ep and cp may be wider."""
+    most = MostRanks(blocks, near, max(near, ep), max(near, cp))
+    return list(meshes(strategy, world_size, near, most))
+
+
 def test_every_mesh_the_fewest_parts_first() -> None:
-    found = [mesh(own)[:2] for own in meshes(AUTO, 4, ranks_per_node=4, blocks=3)]
+    found = [mesh(own)[:2] for own in all_meshes(AUTO, 4, 4, blocks=3)]
     assert found == [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2)]
-    far = [mesh(own)[:2] for own in meshes(AUTO, 16, ranks_per_node=2, blocks=2)]
+    far = [mesh(own)[:2] for own in all_meshes(AUTO, 16, 2)]
     assert far == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    fixed = [mesh(own)[:2] for own in meshes(replace(AUTO, tp=2), 8, ranks_per_node=8, blocks=8)]
+    fixed = [mesh(own)[:2] for own in all_meshes(replace(AUTO, tp=2), 8, 8, blocks=8)]
     assert fixed == [(1, 2), (2, 2), (4, 2)]
-    assert list(meshes(Strategy(), 4, 4, 3)) == [Strategy()]
+    assert all_meshes(Strategy(), 4, 4, blocks=3) == [Strategy()]
+
+
+def test_experts_and_long_rows_are_divided_beyond_a_node() -> None:
+    """ep up to the experts, cp by the length of rows; tp stays on a node."""
+    strategy = Strategy(search=("tp", "cp", "ep"))
+    found = {tuple(own.axes.items()) for own in all_meshes(strategy, 32, 2, ep=16, cp=8)}
+    assert max(own.get("ep", 1) for own in map(dict, found)) == 16
+    assert max(own.get("cp", 1) for own in map(dict, found)) == 8
+    assert max(own.get("tp", 1) for own in map(dict, found)) == 2
+    assert (("cp", 2), ("ep", 16)) in found
+    assert (("cp", 4), ("ep", 4)) not in found  # both beyond a node
+    both = all_meshes(replace(strategy, cp=4), 32, 2, ep=16)
+    assert {own.ep for own in both} == {1, 2, 4, 8}
+
+
+def test_what_is_worth_dividing_beyond_a_node() -> None:
+    moe = problem_of(MODELS["moe"].make(), Strategy(), world_size=16, row_length=32 * 4096)
+    assert MostRanks.of(moe, 2) == MostRanks(pp=3, tp=2, ep=4, cp=32)
+    plain = problem_of(MODELS["conv"].make(), Strategy(), world_size=16, row_length=4096)
+    assert MostRanks.of(plain, 8) == MostRanks(pp=len(plain.blocks), tp=8, ep=8, cp=8)
+    small = problem_of(MODELS["gpt"].make(), Strategy(), world_size=8)
+    assert MostRanks.of(small, 2).tp == 8
+
+
+def test_ranks_of_tp_are_next_to_each_other() -> None:
+    assert Strategy(tp=2, ep=4).mesh(16) == (("dp", 2), ("ep", 4), ("tp", 2))
 
 
 def test_shards_over_the_neighbours_that_are_left_of_a_node() -> None:
     strategy = Strategy(search=("tp", "dp_shard"))
-    found = [(own.model_parallel_size, own.dp_shard) for own in meshes(strategy, 16, 4, blocks=2)]
+    found = [(own.model_parallel_size, own.dp_shard) for own in all_meshes(strategy, 16, 4)]
     assert found == [(1, None), (1, 4), (2, None), (2, 2), (4, None)]
-    alone = [own.dp_shard for own in meshes(strategy, 4, 4, blocks=2)]
+    alone = [own.dp_shard for own in all_meshes(strategy, 4, 4)]
     assert alone == [None] * 3  # one node
-    assert not any(own.dp_shard for own in meshes(replace(strategy, zero=0), 16, 4, 2))
+    assert not any(own.dp_shard for own in all_meshes(replace(strategy, zero=0), 16, 4))
 
 
 def problem(strategy: Strategy = AUTO, memory: int | None = None) -> PlanningProblem:
