@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -55,6 +56,26 @@ def attention_loops(operator: Operator) -> list[Loop]:
         )
         for dim, size in enumerate(sizes)
     ]
+
+
+def query_heads(operator: Operator) -> list[Loop]:
+    """The loop of query heads that share key heads; every rank reads all of these."""
+    heads, shared = (operator.argument(name).shape[1] for name in ("query", "key"))
+    draws = operator.argument("dropout_p") or operator.argument("mask_grad")
+    if draws or heads == shared:
+        return []
+
+    def access(name: str, is_result: bool = False) -> Access:
+        if name == "mask_grad":
+            return None
+        if name in ("key", "value"):
+            return "sum" if is_result else None
+        return _access(operator, name, 1, is_result)
+
+    operands = [n for n in _OPERANDS[operator.target] if operator.argument(n) is not None]
+    results = map(access, _RESULTS[operator.target], repeat(True))
+    loop = Loop(heads, tuple(map(access, operands)), tuple(results), interleavable=False)
+    return [replace(loop, even_only=True)]
 
 
 def _access(operator: Operator, name: str, dim: int, is_result: bool = False) -> Access:

@@ -1,5 +1,6 @@
 """Models divided over ranks of several nodes train as on one device, with messages by level."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import torch
 import autopar
 from autopar.driver.inspect import program_text
 from autopar.planner.evaluate import hierarchical
-from tests.harness.architectures import EXPERTS
+from tests.harness.architectures import ARCHITECTURES, EXPERTS
 from tests.harness.models import MODELS, Case
 from tests.harness.reference import Reference, batches, reference, train_steps
 from tests.harness.training import ADAMW, assert_same_training, fixed, whole_state
@@ -19,6 +20,10 @@ EXACT, ROWS, STEPS = 1e-9, 12, 3
 f64 = torch.float64
 ALL_SIZES = patch.object(hierarchical, "ALWAYS_FROM", 0)
 """Messages of any size go by level; those of these models are small."""
+
+
+LLAMA = ARCHITECTURES["llama"]
+GROUPED = replace(LLAMA, settings={**LLAMA.settings, "num_key_value_heads": 2})
 
 
 def case_of(name: str) -> Case:
@@ -86,3 +91,29 @@ def test_messages_between_nodes_are_those_of_one_place_on_each() -> None:
     assert "ep.inter_node)" in text
     assert "ep.intra_node)" in text
     assert " ep)" not in text
+
+
+def one_row(rank: int, world_size: int, **options: Any) -> Reference:
+    case = GROUPED.case
+    with ALL_SIZES:
+        strategy = fixed(3, hierarchical=2, **options)
+        model = autopar.compile(case.make().double(), strategy=strategy, fallback=False)
+        given = batches(case, range(STEPS), 1, f64)
+        losses = train_steps(model, ADAMW(model.parameters()), case, given)
+    assert model.plan is not None
+    texts = [text for part in model.plan.partitions for text, _ in part.strategies]
+    assert any("attention_query_heads" in text for text in texts)
+    return Reference(losses, whole_state(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(4, {"cp": 4}), (6, {"cp": 3, "tp": 2}), (6, {"cp": 6})], ids=str
+)
+def test_one_row_is_divided_over_more_ranks_than_key_heads(
+    ranks: int, options: dict[str, int]
+) -> None:
+    """12 query heads share 2 or, over tp, 1 of 2 key heads; attention is causal."""
+    want = reference(GROUPED.case, STEPS, f64, ADAMW, 1)
+    for got in run(one_row, ranks, **options):
+        assert_same_training(got, want, EXACT, options)

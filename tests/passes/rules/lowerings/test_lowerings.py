@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from autopar.ir.placement import OpStrategy
+from autopar.operators.attention import attention, attention_backward
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
 from autopar.passes.rules.proof.oracle import is_correct, run_operator
@@ -60,3 +61,27 @@ def test_bfloat16_is_summed_in_float32(name: str) -> None:
         "all_reduce",
         4 * ROWS,
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "ranks"), [(4, 2, 4), (8, 2, 4), (6, 2, 3), (6, 3, 3), (4, 1, 2)]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_ranks_than_key_heads_divide_attention(
+    heads: int, shared: int, ranks: int, causal: bool
+) -> None:
+    """Ranks of 6 / 3 = 2 query heads read parts of the key heads that 3 of them share."""
+    torch.manual_seed(0)
+    q = torch.randn(2, heads, 5, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, shared, 5, 4, dtype=torch.float64)
+    call = (0.0, causal, None, [])
+    results = attention(q, k, v, None, *call)
+    for target, args in (
+        (attention, (q, k, v, None, *call)),
+        (attention_backward, (torch.randn_like(q), q, k, v, None, *results, False, *call)),
+    ):
+        operator = Operator(target, args, {}, run_operator(Operator(target, args, {}, ())))
+        found = loop_strategies(lowering_loops(operator), ranks)
+        (ours,) = (w for w in found if w.lowering == "attention_query_heads")
+        assert is_correct(operator, ours, ranks), ours
+        assert CUSTOM_LOWERINGS[ours.lowering].traffic(operator, ours, ranks) == ()
