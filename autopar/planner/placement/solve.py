@@ -68,7 +68,7 @@ def partition(
     trained, of_node, of_moved = _stored_bytes(graph, ranks, copies, shards)
     weight = None if memory is None else Weight(of_node, of_moved, memory)
     late, found = _only_returned(graph), resolve_constraints(pins or {}, graph.parameters, ranks)
-    fixed = _views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
+    fixed = views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
 
     def price(value: Value, before: Placement, after: Placement) -> float:
         cut = isinstance(after, Shard) and not isinstance(before, Shard)
@@ -93,7 +93,8 @@ def partition(
     )
 
 
-def _views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
+def views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
+    """Placeholders of parameters, and views of them."""
     wanted = set(names)
     found = {
         node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from glob import escape
 from math import prod
@@ -19,6 +20,7 @@ from autopar.passes.rules.registry import loops_of
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.ilp import solve
+from autopar.planner.placement.solve import views_of
 
 ITERATION_S = 1e-10
 """Nominal seconds of one iteration of an operator's loops."""
@@ -35,15 +37,20 @@ def partition_by_bytes(
     ranks: int,
     pins: Mapping[str, Placement] | None = None,
     *,
+    keep_sharded: bool = False,
     ring: bool | None = False,
 ) -> NodeStrategies:
     """Strategies that best trade moved bytes for sharded work, at nominal costs.
 
-    `ring` is as for `strategy_choices`.
-    The result depends only on the arguments, so all processes find the same.
+    The result depends only on the arguments, so all processes find the same. With `keep_sharded`,
+    pinned parameters are used as they lie. `ring` is as for `strategy_choices`.
     """
+    found = resolve_constraints(pins or {}, graph.parameters, ranks)
+    fixed = views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
 
     def price(value: Value, before: Placement, after: Placement) -> float:
+        if value.node in fixed:
+            return math.inf
         kind = value.tensor.shape, value.tensor.element_size(), ranks
         moved = (
             s.message_bytes(*kind) for s in redistribute_steps(before, after) or () if s.collective
@@ -62,7 +69,6 @@ def partition_by_bytes(
             moved = sum(nbytes for _, nbytes in sent)
         return ITERATION_S * iterations[node] / (ranks if divided else 1) + BYTE_S * moved
 
-    found = resolve_constraints(pins or {}, graph.parameters, ranks)
     return by_node_name(solve(graph, ranks, price, work, pins=found, ring=ring).op_strategies)
 
 

@@ -21,6 +21,15 @@ from autopar.planner.placement.solve import partition
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from autopar.planner.problem import PlanningProblem, SearchContext
 
+ROUTED = frozenset({"experts", "experts_outer"})
+"""Lowerings that give a rank the tokens of its own experts."""
+
+EVEN_EXPERTS = (
+    "experts: the busiest rank of {} is priced with 1.0 times an even share of the tokens, as "
+    "under a balanced router"
+)
+"""Note of a plan that divides the experts to which a router sends tokens."""
+
 
 def build_evaluator(
     problem: PlanningProblem,
@@ -62,9 +71,9 @@ def build_evaluator(
     solved = list(partition_in_order(axes, whole, dict.fromkeys(axes, 0), strategies_along))
     partitions = (Partition.of(axis, axes[axis], before, found) for axis, before, found in solved)
     unused = [axis for axis, _, found in solved if not found]
-    base = replace(
-        base, partitions=tuple(partitions), notes=(*base.notes, *_notes(problem, base, unused))
-    )
+    routed = [axis for axis, _, found in solved if any(own.lowering in ROUTED for _, own in found)]
+    notes = (*base.notes, *_notes(problem, base, unused, routed))
+    base = replace(base, partitions=tuple(partitions), notes=notes)
     # Under batch='global' the caller on each rank holds the rows of all ranks.
     batches = problem.dp_size if problem.batch == "global" else 1
     setup = EvaluationSetup(
@@ -84,8 +93,10 @@ def build_evaluator(
     return SpmdEvaluator(setup)
 
 
-def _notes(problem: PlanningProblem, base: Plan, unused: Sequence[str]) -> Iterator[str]:
-    """Notes on choices of the user that the plan cannot follow."""
+def _notes(
+    problem: PlanningProblem, base: Plan, unused: Sequence[str], routed: Sequence[str]
+) -> Iterator[str]:
+    """Notes on choices of the user that the plan cannot follow, and on what prices assume."""
     if problem.strategy.hierarchical and not base.levels:
         yield "nothing goes by level: ranks of the data are not several on each of several nodes"
     if base.changed and problem.strategy.zero != 0:
@@ -93,6 +104,8 @@ def _notes(problem: PlanningProblem, base: Plan, unused: Sequence[str]) -> Itera
         yield f"{base.changed[0]}{more} stay whole on every rank: forward changes them"
     for axis in unused:
         yield UNUSED.format(axis)
+    if routed:
+        yield EVEN_EXPERTS.format(" x ".join(routed))
 
 
 def solve_axis(
@@ -106,7 +119,8 @@ def solve_axis(
     mesh, pins = dict(problem.mesh), problem.strategy.pins(axis, graph.parameters)
     ring = problem.strategy.ring_attention if axis == "cp" else False
     if machine is None:
-        return partition_by_bytes(graph, mesh[axis], pins, ring=ring)
+        keep = problem.strategy.keep_sharded
+        return partition_by_bytes(graph, mesh[axis], pins, keep_sharded=keep, ring=ring)
     unsharded = problem.parameters
     # Parameters that nothing shards stay plain. Charging each the overhead of a DTensor made a deep
     # GPT come out 27 % too slow where tp divides rows.

@@ -9,6 +9,7 @@ import torch
 
 import autopar
 from autopar.driver.inspect import program_text
+from autopar.ir.placement import Shard
 from autopar.planner.evaluate import hierarchical
 from tests.harness.architectures import ARCHITECTURES, EXPERTS
 from tests.harness.models import MODELS, Case
@@ -21,6 +22,9 @@ f64 = torch.float64
 ALL_SIZES = patch.object(hierarchical, "ALWAYS_FROM", 0)
 """Messages of any size go by level; those of these models are small."""
 
+
+APART = {"placements": {"*.experts.*": {"ep": Shard(0)}}, "keep_sharded": True}
+"""Whole experts on each rank, which computes the tokens that are sent to them."""
 
 LLAMA = ARCHITECTURES["llama"]
 GROUPED = replace(LLAMA, settings={**LLAMA.settings, "num_key_value_heads": 2})
@@ -50,7 +54,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def stages(*zero: int, **options: int) -> list[dict[str, Any]]:
+def stages(*zero: int, **options: Any) -> list[dict[str, Any]]:
     """A strategy on nodes of two ranks, under some ZeRO stages."""
     return [{"zero": stage, "hierarchical": 2, **options} for stage in zero]
 
@@ -66,10 +70,10 @@ def stages(*zero: int, **options: int) -> list[dict[str, Any]]:
         slow("moe", 8, "ep", stages(0, 1, 3, ep=4)),
         slow("moe", 8, "ep", stages(0, 1, 3, ep=4, tp=2, hierarchical=4)),
         slow("moe", 8, "", stages(0, 3, ep=4, tp=2)),
-        slow("mixtral", 4, "ep", stages(0, 1, 3, ep=4)),
-        slow("deepseek_v3", 4, "ep", stages(0, 3, ep=4)),
+        slow("mixtral", 4, "ep", stages(0, 3, ep=4, **APART)),
+        slow("deepseek_v3", 4, "ep", stages(0, 3, ep=4, **APART)),
         slow("qwen3_moe", 4, "cp", stages(3, cp=4)),
-        slow("mixtral", 8, "ep", stages(1, 3, ep=4, tp=2, hierarchical=4)),
+        slow("mixtral", 8, "ep", stages(1, 3, ep=4, tp=2, hierarchical=4, **APART)),
     ],
 )
 def test_axes_over_nodes_train_exactly(
@@ -117,3 +121,18 @@ def test_one_row_is_divided_over_more_ranks_than_key_heads(
     want = reference(GROUPED.case, STEPS, f64, ADAMW, 1)
     for got in run(one_row, ranks, **options):
         assert_same_training(got, want, EXACT, options)
+
+
+def test_experts_stay_apart_and_the_plan_says_what_it_assumes() -> None:
+    case = EXPERTS["mixtral"]
+    plans = [
+        autopar.plan(case.make(), 4, example_inputs=case.batch(ROWS), strategy=fixed(**options))
+        for options in ({"ep": 4, **APART}, {"ep": 4})
+    ]
+    (apart,), (free,) = (plan.partitions for plan in plans)
+    products = [text for text, _ in apart.strategies if text.endswith(" by experts")]
+    assert products == ["R, S(0), R -> P(sum) by experts"]
+    assert "busiest rank of ep is priced with 1.0 times an even share" in " ".join(plans[0].notes)
+    # Of the fewest bytes are rows and columns, which no router decides over.
+    assert not any(" by experts" in text for text, _ in free.strategies)
+    assert not any("busiest" in note for note in plans[1].notes)
