@@ -6,7 +6,8 @@ before a trace: modules that load while torch traces would run on fake tensors.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,14 +35,40 @@ def new_size_symbol(env: ShapeEnv, size: int, name: str) -> torch.SymInt:
     return made
 
 
-def give_actions(runtime: PipelineRuntime, actions: list[list[PipelineAction]]) -> None:
-    """Gives a runtime the actions of each rank, transfers included.
+def give_actions(
+    runtime: PipelineRuntime, actions: list[list[PipelineAction]], places: Sequence[int]
+) -> None:
+    """Gives a runtime the actions of each rank, transfers included, and the rank of each stage.
 
     From torch 2.15 on it asks for an action that waits for each send, too.
     """
+    runtime.stage_index_to_group_rank = dict(enumerate(places))
+    for stage in runtime._stages:
+        stage.stage_index_to_group_rank = runtime.stage_index_to_group_rank
     by_rank = dict(enumerate(actions))
     add_waits = getattr(schedules, "_add_wait_send", None)
     runtime.pipeline_order_with_comms = by_rank if add_waits is None else add_waits(by_rank)
+
+
+def v_schedule(schedule: str, ranks: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+    """The order of each rank in a schedule of torch with two stages a rank in a V.
+
+    Actions are their kind, stage and micro-batch. A forward and a backward that torch lets a
+    rank run at once come one after the other. torch would ask for processes to make a schedule.
+    """
+    kind: dict[str, Any] = {
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipe_v": schedules.ScheduleDualPipeV,
+    }
+    sizes: Any = SimpleNamespace(
+        pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=micro_batches
+    )
+    each = (kind[schedule]._calculate_single_rank_operations(sizes, rank) for rank in range(ranks))
+    found = []
+    for order in each:
+        flat = (part for a in order if a is not None for part in a.sub_actions or (a,))
+        found.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat])
+    return found
 
 
 @contextlib.contextmanager

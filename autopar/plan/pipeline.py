@@ -8,8 +8,9 @@ from typing import Annotated
 import msgspec
 
 from autopar.common.documents import Count, Ranks
+from autopar.cost_model.simulator.schedules import V_SCHEDULES, stage_ranks
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", *V_SCHEDULES)
 
 Schedule = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SCHEDULES)})$")]
 
@@ -18,8 +19,8 @@ Schedule = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SCHEDULES)})$")]
 class Pipeline:
     """Stages of a model along the axis "pp", and their schedule.
 
-    Stage s runs on rank s % ranks. Stages are delimited by uses of parameters, so they apply to
-    every call of the model, with any number of rows.
+    Stages are delimited by uses of parameters, so they apply to every call of the model, with any
+    number of rows.
 
     Attributes:
         ranks: size of the axis "pp".
@@ -49,13 +50,18 @@ class Pipeline:
         """Number of stages."""
         return self.ranks * self.stages_per_rank
 
-    def stages_of(self, rank: int) -> range:
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Rank of the axis that runs each stage."""
+        return stage_ranks(self.schedule, self.ranks, self.stages_per_rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank of the axis."""
-        return range(rank, self.stages, self.ranks)
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
 
     def rank_of(self, stage: int) -> int:
         """Rank of the axis that runs a stage."""
-        return stage % self.ranks
+        return self.stage_ranks[stage]
 
     @property
     def owners(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import torch
 
 from autopar.common.checks import short_repr
 from autopar.common.documents import FieldError, read
+from autopar.cost_model.simulator.schedules import V_SCHEDULES
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard, placement_of
@@ -177,6 +178,9 @@ def _check_pipeline(plan: Plan) -> None:
         return
     if own.ranks != plan.pp_size:
         raise FieldError("$.pipeline.ranks", f"is {own.ranks}, but $.mesh has {plan.pp_size} of pp")
+    if own.schedule in V_SCHEDULES and own.stages_per_rank != 2:
+        path = "$.pipeline.stages_per_rank"
+        raise FieldError(path, f"is {own.stages_per_rank}: {own.schedule} has 2 stages on a rank")
     names = [name for name, _ in plan.parameter_bytes]
     _check_names("$.pipeline.uses", names, (name for name, _ in own.uses))
     for index, (_, stages) in enumerate(own.uses):

@@ -18,6 +18,7 @@ from autopar.common.checks import (
     text,
     texts,
 )
+from autopar.cost_model.simulator.schedules import V_SCHEDULES
 from autopar.errors import StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.ir.placement import Replicate, Shard
@@ -49,7 +50,9 @@ REDUCE_PRECISIONS = {"bf16": "bfloat16"}
 
 Pin = Shard | Replicate
 Offload = Literal["none", "activations", "parameters", "activations+parameters", "auto"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipe_v"]
+TWO_STAGES = ("interleaved", *V_SCHEDULES)
+"""Schedules with two stages on a rank, unless `stages_per_rank` gives "interleaved" more."""
 
 
 @suggests_fields
@@ -79,8 +82,10 @@ class Strategy:
         ep: like tp, for experts; ranks of tp are closer to each other if both are combined.
         pp: number of pipeline ranks; None and 1 for none.
         micro_batches: number of micro-batches of a rank's rows.
-        schedule: pipeline schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
-        stages_per_rank: pipeline stages of a rank; more than one with "interleaved".
+        schedule: pipeline schedule: "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv" or
+            "dualpipe_v".
+        stages_per_rank: pipeline stages of a rank: two or more with "interleaved", two with "zbv"
+            and "dualpipe_v", else one.
         split_points: modules or parameters whose first use begins the next stage.
         dp_shard: number of neighbouring data-parallel ranks that ZeRO shards over; shards are
             replicated over the others. None for all ranks.
@@ -164,7 +169,12 @@ class Strategy:
         """Text on fields that contradict each other."""
         if self.stages == 1 and (self.schedule or self.split_points):
             return "schedule and split_points need a pipeline: give Strategy(pp=...) too"
-        if (self.stages_per_rank or 1) > 1 and self.schedule not in (None, "interleaved"):
+        if self.schedule in V_SCHEDULES and self.stages_per_rank not in (None, 2):
+            return (
+                f"schedule={self.schedule!r} runs two stages on a rank: give stages_per_rank=2, "
+                "or leave it out"
+            )
+        if (self.stages_per_rank or 1) > 1 and self.schedule not in (None, *TWO_STAGES):
             return (
                 f"stages_per_rank={self.stages_per_rank} is for schedule='interleaved', not for "
                 f"{self.schedule!r}"
@@ -214,7 +224,7 @@ class Strategy:
     @property
     def stages(self) -> int:
         """Number of pipeline stages."""
-        several = self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+        several = self.stages_per_rank or (2 if self.schedule in TWO_STAGES else 1)
         return self.pp_size * several
 
     @property

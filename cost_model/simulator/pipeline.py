@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
-from autopar.cost_model.simulator.schedules import Action, Orders
+from autopar.cost_model.simulator.schedules import Action, Orders, ranks_in
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 
 SEND, WAIT = "send", "wait"
@@ -81,7 +81,7 @@ def simulate_pipeline(
 
     Args:
         orders: the actions of each rank, in order.
-        stages: cost of each stage while all ranks compute; stage s is on rank s % ranks.
+        stages: cost of each stage while all ranks compute.
         transfer: seconds of a transfer, by its bytes, its sending and its receiving rank.
         issue_s: seconds that a transfer occupies the computing thread, at either end.
         late_s: extra seconds of a transfer while all ranks but its receiver compute. Where they
@@ -135,10 +135,12 @@ class _Run:
         self.hidden = [0.0] * self.ranks
         self.reduced = [0.0] * self.ranks  # end of each rank's reductions
         # stages of a rank gather one after the other
-        self.gathered = [
-            sum(each.first_s for each in self.stages[index % self.ranks : index + 1 : self.ranks])
-            for index in range(len(self.stages))
-        ]
+        self.rank_of = ranks_in(self.orders)
+        gathers = [0.0] * self.ranks
+        self.gathered = []
+        for stage, rank in zip(self.stages, self.rank_of, strict=True):
+            gathers[rank] += stage.first_s
+            self.gathered.append(gathers[rank])
         self.events: list[Event] = []
         self.transfer_s = 0.0
         self._run()
@@ -213,7 +215,7 @@ class _Run:
             self.now[rank] = end
 
     def _send(self, rank: int, receiver: Action, nbytes: int) -> None:
-        other = receiver.stage % self.ranks
+        other = self.rank_of[receiver.stage]
         start = max(self.now[rank], self.link_free.get((rank, other), 0.0))
         seconds = self.transfer(nbytes, rank, other) if other != rank else 0.0
         end = start + seconds

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.simulator.schedules import Kind, Orders
+from autopar.cost_model.simulator.schedules import Kind, Orders, ranks_in
 
 if TYPE_CHECKING:
     from autopar._torch_dynamo import PipelineAction
@@ -30,14 +30,13 @@ def with_transfers(orders: Orders, *, hoisted: bool) -> tuple[Actions, ...]:
     """
     from autopar._torch_dynamo import PipelineAction, PipelineWork, add_transfers
 
-    ranks = len(orders)
-    stages = 1 + max(action.stage for order in orders for action in order)
+    places = ranks_in(orders)
     actions = {
         rank: [PipelineAction(a.stage, PipelineWork(a.kind), a.micro) for a in order]
         for rank, order in enumerate(orders)
     }
-    found = add_transfers(actions, lambda stage: stage % ranks, stages)
-    each = (found[rank] for rank in range(ranks))
+    found = add_transfers(actions, places.__getitem__, len(places))
+    each = (found[rank] for rank in range(len(orders)))
     return tuple(hoist_receives(own) if hoisted else tuple(own) for own in each)
 
 

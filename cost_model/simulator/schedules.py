@@ -1,9 +1,10 @@
 """Pipeline schedules: the order of stages and micro-batches on each rank.
 
-Stage s is on rank s % ranks. GPipe: Huang et al. 2019 (arXiv 1811.06965). 1F1B: PipeDream-Flush,
-Narayanan et al. 2021 (arXiv 2006.09503). Interleaved: Megatron-LM (arXiv 2104.04473), here for any
-number of micro-batches. Zero bubble: ZB-H1 of Qi et al. 2023 (arXiv 2401.10241), which holds no
-more activations than 1F1B does on its first rank.
+GPipe: Huang et al. 2019 (arXiv 1811.06965). 1F1B: PipeDream-Flush, Narayanan et al. 2021 (arXiv
+2006.09503). Interleaved: Megatron-LM (arXiv 2104.04473), here for any number of micro-batches. Zero
+bubble: ZB-H1 of Qi et al. 2023 (arXiv 2401.10241), which holds no more activations than 1F1B does
+on its first rank. ZB-V: its section 6, and Qi et al. 2024 (arXiv 2405.15362). DualPipe-V: of
+DeepSeek-V3 (arXiv 2412.19437), cut in half. torch has the orders of these two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from typing import Literal
 Kind = Literal["F", "B", "I", "W"]
 ENDS = ("B", "W")
 """Kinds after which a stage needs nothing of a micro-batch any more."""
+
+V_SCHEDULES = ("zbv", "dualpipe_v")
+"""Schedules whose ranks have two stages each, in a V: the first and the last are on rank 0."""
+
+SPLIT_SCHEDULES = ("zero_bubble", *V_SCHEDULES)
+"""Schedules that compute input and weight gradients apart."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,17 +47,34 @@ Order = tuple[Action, ...]
 Orders = tuple[Order, ...]
 
 
+def stage_ranks(schedule: str, ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+    """The rank of each stage: stage s is on rank s % ranks, or in a V."""
+    if schedule in V_SCHEDULES:
+        return (*range(ranks), *reversed(range(ranks)))
+    return (*range(ranks),) * stages_per_rank
+
+
+def ranks_in(orders: Orders) -> tuple[int, ...]:
+    """The rank of each stage, of which each has an action at least."""
+    found = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    return tuple(found[stage] for stage in range(len(found)))
+
+
 def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Orders:
     """The actions of each rank, in order.
 
-    The schedule is "gpipe", "1f1b", "interleaved" or "zero_bubble". Only "gpipe" and "interleaved"
-    allow several stages on a rank.
+    The schedule is "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv" or "dualpipe_v". "gpipe"
+    and "interleaved" allow several stages on a rank; the last two have two.
 
     Raises:
         ValueError: the schedule is unknown, or does not allow that many stages on a rank.
     """
+    if schedule in V_SCHEDULES:
+        if stages_per_rank != 2:
+            raise ValueError(f"{schedule!r} has two stages on a rank, not {stages_per_rank}")
+        return _in_a_v(schedule, ranks, micro_batches)
     if schedule == "gpipe":
-        forwards, backwards = split_orders(ranks, micro_batches, stages_per_rank)
+        forwards, backwards = split_orders(schedule, ranks, micro_batches, stages_per_rank)
         return tuple(map(tuple.__add__, forwards, backwards))
     if schedule == "interleaved":
         each = (_interleaved(r, ranks, micro_batches, stages_per_rank) for r in range(ranks))
@@ -65,10 +89,15 @@ def orders(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int =
     return tuple(map(tuple, each))
 
 
-def split_orders(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> tuple[Orders, Orders]:
-    """GPipe's forwards and its backwards, for a loss that is computed between them."""
-    micros = range(micro_batches)
-    stages = [range(r, ranks * stages_per_rank, ranks) for r in range(ranks)]
+def split_orders(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int = 1
+) -> tuple[Orders, Orders]:
+    """GPipe's forwards and its backwards, for a loss that is computed between them.
+
+    Stages lie as they do under `schedule`.
+    """
+    micros, places = range(micro_batches), stage_ranks(schedule, ranks, stages_per_rank)
+    stages = [[stage for stage, at in enumerate(places) if at == r] for r in range(ranks)]
     forwards = tuple(tuple(Action("F", s, m) for s in own for m in micros) for own in stages)
     backwards = tuple(
         tuple(Action("B", s, m) for s in reversed(own) for m in micros) for own in stages
@@ -118,6 +147,20 @@ def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
         if action.kind == "I" and action.micro >= rank:
             yield Action("W", rank, action.micro - rank)
     yield from (Action("W", rank, m) for m in micros[max(0, micro_batches - rank) :])
+
+
+def _in_a_v(schedule: str, ranks: int, micro_batches: int) -> Orders:
+    """Torch's order for two stages a rank, without the micro-batches that it has and the call not.
+
+    It keeps its order without any of them, since micro-batches do not wait for each other.
+    """
+    from autopar._torch_dynamo import v_schedule  # loads Dynamo
+
+    every = v_schedule(schedule, ranks, max(micro_batches, 2 * ranks))
+    return tuple(
+        tuple(Action(kind, s, m) for kind, s, m in order if m < micro_batches)  # type: ignore[arg-type]
+        for order in every
+    )
 
 
 def _alternate(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -80,11 +81,35 @@ def train(
         ),
         # one bucket of reductions, awaited behind a backward whose values it shares
         ("gpt", 4, [{"pp": 2, "zero": 1}, {"pp": 2, "tp": 2, "zero": 1, "reduce_bytes": 1 << 20}]),
-        ("encdec", 2, [{"pp": 2, "schedule": "interleaved"}]),
-        ("conv", 2, [{"pp": 2, "micro_batches": 1}]),
+        # in a V the tied embedding and head are on one rank
+        (
+            "gpt",
+            2,
+            [
+                {"pp": 2, "schedule": "zbv"},
+                {"pp": 2, "schedule": "dualpipe_v"},
+                {"pp": 2, "schedule": "dualpipe_v", "micro_batches": 2},
+            ],
+        ),
+        pytest.param(
+            "gpt",
+            4,
+            [
+                *({"pp": 2, "schedule": "zbv", "zero": zero} for zero in range(4)),
+                {"pp": 2, "schedule": "dualpipe_v", "zero": 1},
+                {"pp": 2, "schedule": "zbv", "tp": 2},
+                {"pp": 2, "schedule": "dualpipe_v", "tp": 2, "micro_batches": 8},
+                {"pp": 4, "schedule": "zbv", "micro_batches": 8},
+                {"pp": 4, "schedule": "dualpipe_v", "micro_batches": 8},
+                {"pp": 4, "schedule": "zbv", "micro_batches": 2},
+            ],
+            marks=pytest.mark.slow,
+        ),
+        ("encdec", 2, [{"pp": 2, "schedule": "interleaved"}, {"pp": 2, "schedule": "zbv"}]),
+        ("conv", 2, [{"pp": 2, "micro_batches": 1}, {"pp": 2, "schedule": "zbv"}]),
         ("odd", 2, [{"pp": 2, "micro_batches": 2}]),
         ("encoder", 2, [{"pp": 2}]),
-        ("moe", 2, [{"pp": 2}]),
+        ("moe", 2, [{"pp": 2}, {"pp": 2, "schedule": "zbv"}]),
     ],
 )
 def test_pipelines_train_exactly(name: str, world_size: int, setups: list[dict[str, Any]]) -> None:
@@ -122,9 +147,9 @@ def batch_of(name: str, step: int, rows: int = ROWS) -> Any:
     return to_dtype(MODELS[name].batch(rows, step), f64)
 
 
-def loop(rank: int, world_size: int) -> None:
+def loop(rank: int, world_size: int, schedule: str) -> None:
     """Gradients accumulate, are scaled and clipped; batches may be smaller; evaluation fits in."""
-    pair = Pair("gpt", strategy=staged(2))
+    pair = Pair("gpt", strategy=staged(2, schedule=schedule))
     for step in range(3):
         for part, rows in enumerate((8, 4)):
             args, _ = batch_of("gpt", 2 * step + part, rows)
@@ -147,14 +172,18 @@ def loop(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
+LAYOUTS = pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+
+
 @pytest.mark.slow
-def test_loops() -> None:
-    run(loop, 2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe_v"])
+def test_loops(schedule: str) -> None:
+    run(loop, 2, schedule=schedule)
 
 
-def held_back(rank: int, world_size: int) -> None:
+def held_back(rank: int, world_size: int, schedule: str) -> None:
     """Under no_sync gradients stay on data-parallel ranks until the next call."""
-    pair = Pair("encoder", strategy=staged(2, 2, zero=2))
+    pair = Pair("encoder", strategy=staged(2, 2, schedule, zero=2))
     for part in range(3):
         args, kwargs = batch_of("encoder", part, 8)
         with pair.parallel.no_sync() if part < 2 else contextlib.nullcontext():
@@ -165,13 +194,14 @@ def held_back(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_are_held_back() -> None:
-    run(held_back, 4)
+@LAYOUTS
+def test_gradients_are_held_back(schedule: str) -> None:
+    run(held_back, 4, schedule=schedule)
 
 
-def bring_rows(rank: int, world_size: int) -> None:
+def bring_rows(rank: int, world_size: int, schedule: str) -> None:
     """Each data-parallel rank brings its rows, or all are given all, even or not."""
-    pair = Pair("gpt", strategy=staged(2, 2, zero=3), batch="local")
+    pair = Pair("gpt", strategy=staged(2, 2, schedule, zero=3), batch="local")
     args, _ = batch_of("gpt", 0)
     own = pair.parallel.data_parallel_rank, pair.parallel.data_parallel_size
     losses = pair.plain(*args), pair.parallel(*rows_of((args, {}), *own)[0])
@@ -180,7 +210,7 @@ def bring_rows(rank: int, world_size: int) -> None:
         loss.backward()
     pair.step()
     pair.check_state()
-    pair = Pair("gpt", strategy=staged(2, 2))
+    pair = Pair("gpt", strategy=staged(2, 2, schedule))
     for step, rows in enumerate((8, 7, 5)):
         for model in pair.models:
             model(*batch_of("gpt", step, rows)[0]).backward()
@@ -189,13 +219,23 @@ def bring_rows(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_rows_over_data_parallel_ranks() -> None:
-    run(bring_rows, 4)
+@LAYOUTS
+def test_rows_over_data_parallel_ranks(schedule: str) -> None:
+    run(bring_rows, 4, schedule=schedule)
 
 
-def loss_outside(rank: int, world_size: int) -> None:
+def make_deep() -> nn.Module:
+    """Two stages for each of two ranks."""
+    model = make_regressor()
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(9, 9), nn.Tanh())]
+    first, tanh, last = model.layers  # type: ignore[misc]
+    model.layers = nn.Sequential(first, tanh, *hidden, last)
+    return model
+
+
+def loss_outside(rank: int, world_size: int, schedule: str) -> None:
     """The model returns rows, and gradients enter by them."""
-    pair = Pair(make_regressor, strategy=staged(2, 2))
+    pair = Pair(make_deep, strategy=staged(2, 2, schedule))
     for seed in range(3):
         x, y = regression(8, seed)
         outputs = [model(x) for model in pair.models]
@@ -206,9 +246,9 @@ def loss_outside(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
-def two_at_once(rank: int, world_size: int) -> None:
+def two_at_once(rank: int, world_size: int, schedule: str) -> None:
     """Two calls before either's backward."""
-    pair = Pair(make_regressor, strategy=staged(2, 2))
+    pair = Pair(make_deep, strategy=staged(2, 2, schedule))
     for seed in range(2):
         given = [regression(8, 10 * seed + part) for part in range(2)]
         for model in pair.models:
@@ -221,13 +261,14 @@ def two_at_once(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("how", [loss_outside, two_at_once], ids=lambda how: how.__name__)
-def test_losses_made_outside_of_the_model(how: Any) -> None:
-    run(how, 2)
+@LAYOUTS
+def test_losses_made_outside_of_the_model(how: Any, schedule: str) -> None:
+    run(how, 2, schedule=schedule)
 
 
-def freeze(rank: int, world_size: int) -> None:
+def freeze(rank: int, world_size: int, schedule: str) -> None:
     """By their modules between steps, or by name, before the first step and between them."""
-    pair = Pair(make_regressor, strategy=staged(2, 2), loss_fn=F.mse_loss)
+    pair = Pair(make_deep, strategy=staged(2, 2, schedule), loss_fn=F.mse_loss)
     for seed in range(4):
         for model in pair.models:
             regress(model, *regression(8, seed)).backward()
@@ -236,7 +277,7 @@ def freeze(rank: int, world_size: int) -> None:
             model.layers[2].requires_grad_(seed == 2)
     pair.check_state()
     plan = pair.parallel.plan
-    pair = Pair(make_regressor, plan=plan, loss_fn=F.mse_loss)
+    pair = Pair(make_deep, plan=plan, loss_fn=F.mse_loss)
     for model in pair.models:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("bias" not in name)
@@ -250,8 +291,9 @@ def freeze(rank: int, world_size: int) -> None:
     pair.check_state()
 
 
-def test_parameters_may_be_frozen() -> None:
-    run(freeze, 2)
+@LAYOUTS
+def test_parameters_may_be_frozen(schedule: str) -> None:
+    run(freeze, 2, schedule=schedule)
 
 
 def draw(rank: int, world_size: int) -> list[float]:
@@ -313,6 +355,8 @@ def test_training_moves_between_layouts(tmp_path: Path) -> None:
         (4, {"pp": 2, "tp": 2, "zero": 3}),
         (2, {"zero": 3}),
         (3, {"pp": 3}),
+        (2, {"pp": 2, "schedule": "zbv"}),
+        (2, {"pp": 2, "schedule": "interleaved", "zero": 1}),
         (2, {"tp": 2}),
         (1, {}),
     ]

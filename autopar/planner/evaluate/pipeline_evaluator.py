@@ -13,7 +13,12 @@ from autopar.cost_model.algorithms.wire_bytes import sent_bytes
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost, simulate_pipeline
-from autopar.cost_model.simulator.schedules import Orders, orders, split_orders
+from autopar.cost_model.simulator.schedules import (
+    SPLIT_SCHEDULES,
+    Orders,
+    orders,
+    split_orders,
+)
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
@@ -117,9 +122,10 @@ class PipelineEvaluator(Evaluator):
     def orders(self) -> Orders:
         """Actions of each rank; all forwards run first if backwards need the loss of the batch."""
         p = self.pipeline
+        sizes = p.schedule, p.ranks, p.micro_batches, p.stages_per_rank
         if self.split.can_interleave_backward:
-            return orders(p.schedule, p.ranks, p.micro_batches, p.stages_per_rank)
-        return tuple(map(tuple.__add__, *split_orders(p.ranks, p.micro_batches, p.stages_per_rank)))
+            return orders(*sizes)
+        return tuple(map(tuple.__add__, *split_orders(*sizes)))
 
     def _simulate(self, lowered: LoweredPipeline) -> SimulatedPipeline:
         distinct = {i: self._simulate_stage(lowered.programs[i]) for i in set(lowered.first)}
@@ -227,9 +233,9 @@ class PipelineEvaluator(Evaluator):
         return self._operator_s(added) * (micro_batches - 1) / micro_batches
 
     def _weights(self, last: TrainingGraph) -> tuple[float, int]:
-        """Fraction of a backward for parameter gradients (zero bubble), and bytes kept for it."""
+        """Fraction of a backward for parameter gradients if split, and bytes kept for it."""
         backward = split_forward_backward(last).backward
-        if self.pipeline.schedule != "zero_bubble" or backward is None:
+        if self.pipeline.schedule not in SPLIT_SCHEDULES or backward is None:
             return 0.0, 0
         halves = split_dgrad_wgrad(backward)
         dgrad_s, wgrad_s = (self._operator_s(half.calls()) for half in halves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -48,6 +49,7 @@ def partition_stages(
     transfer: Callable[[int], float],
     cap: int | None = None,
     paces: Sequence[float] = (),
+    rank_of: Sequence[int] = (),
 ) -> Cuts | None:
     """Finds cuts that minimise the time of the slowest rank, then traffic.
 
@@ -56,18 +58,20 @@ def partition_stages(
 
     Args:
         segments: segments in execution order, at least as many as stages.
-        ranks: number of pipeline ranks; stage s runs on rank s % ranks.
+        ranks: number of pipeline ranks.
         in_flight: number of micro-batches in flight, for each stage.
         transfer: seconds of a message, by its bytes.
         cap: limit of a rank's parameter and activation bytes; None for no limit.
         paces: seconds that each rank takes for a second of compute; () if all take one.
+        rank_of: rank of each stage; () for stage s on rank s % ranks.
 
     Returns:
         First segment of each stage but the first; None if no cuts fit the cap.
     """
     places = _cut_points(segments, len(in_flight))
     paces = tuple(paces) or (1.0,) * ranks
-    table = _Partitioner(segments, places, paces, in_flight, transfer, cap)
+    rank_of = tuple(rank_of) or tuple(stage % ranks for stage in range(len(in_flight)))
+    table = _Partitioner(segments, places, paces, in_flight, transfer, cap, rank_of)
     found = table.solve_exactly() if len(in_flight) == ranks else table.solve_locally()
     return None if found is None else tuple(places[cut] for cut in found)
 
@@ -93,8 +97,10 @@ class _Partitioner:
         in_flight: Sequence[int],
         transfer: Callable[[int], float],
         cap: int | None,
+        rank_of: Sequence[int],
     ) -> None:
         self.ranks, self.in_flight, self.cap = len(paces), in_flight, cap
+        self.rank_of = rank_of
         self.last = len(places) - 1
         at = [Segment(0.0), *(segments[place] for place in places[1:-1]), Segment(0.0)]
         sent = np.array([transfer(s.sent_bytes) if s.sent_bytes else 0.0 for s in at])
@@ -102,9 +108,16 @@ class _Partitioner:
         self.crossing = np.array([float(s.sent_bytes + s.returned_bytes) for s in at])
         self.empty = np.tril(np.ones((len(at), len(at)), dtype=bool))
         compute = _range_sums([s.seconds for s in segments], places)
-        by_pace = {pace: pace * compute + returned[:, None] + sent for pace in set(paces)}
-        self.seconds = [by_pace[pace] for pace in paces]
-        self.mean = float(np.mean([seconds[0, self.last] for seconds in self.seconds])) / len(paces)
+        # neighbours on one rank, as in a V, send each other nothing
+        crosses = (False, *(a != b for a, b in pairwise(rank_of)), False)
+        kinds = [(paces[r], crosses[s], crosses[s + 1]) for s, r in enumerate(rank_of)]
+        by_kind = {
+            (pace, before, after): pace * compute + before * returned[:, None] + after * sent
+            for pace, before, after in set(kinds)
+        }
+        self.crosses = np.array(crosses[1:-1])
+        self.seconds = [by_kind[kind] for kind in kinds]
+        self.mean = float(np.mean(paces)) * compute[0, self.last] / len(paces)
         self.held = _range_sums([s.held_bytes for s in segments], places)
         self.saved = _range_sums([s.saved_bytes for s in segments], places)
 
@@ -125,8 +138,8 @@ class _Partitioner:
     def solve_locally(self) -> Cuts | None:
         """Locally optimal cuts with several stages per rank.
 
-        A window of `ranks` neighbouring stages has one stage of each rank, so its cuts are solved
-        exactly while all others are fixed. The window slides over all stages until convergence.
+        A window of neighbouring stages with no two on one rank is solved exactly while all other
+        cuts are fixed. The window slides over all stages until convergence.
         """
         stages = range(len(self.in_flight))
         alone = [np.where(self.empty, np.inf, self.seconds_on(stage)) for stage in stages]
@@ -135,18 +148,31 @@ class _Partitioner:
         least = np.inf
         while (now := self.pressure(cuts)) < 0.99 * least:
             least = now
-            for first in range(len(self.in_flight) - self.ranks + 1):
-                cuts = self.reoptimize(cuts, first)
+            for window in self.windows:
+                cuts = self.reoptimize(cuts, window)
         cuts = self.reduce_traffic(cuts)
         return cuts if self.cap is None or self.held_by_rank(cuts).max() <= self.cap else None
 
-    def reoptimize(self, cuts: Cuts, first: int) -> Cuts:
-        """Optimises the cuts inside the window of stages that begins at `first`."""
-        runs, rows = self.runs(cuts), range(first, first + self.ranks)
+    @cached_property
+    def windows(self) -> list[range]:
+        """The longest runs of stages with no two on one rank."""
+        found: list[range] = []
+        for first in range(len(self.rank_of)):
+            after, seen = first, set[int]()
+            while after < len(self.rank_of) and self.rank_of[after] not in seen:
+                seen.add(self.rank_of[after])
+                after += 1
+            if not found or after > found[-1].stop:
+                found.append(range(first, after))
+        return found
+
+    def reoptimize(self, cuts: Cuts, rows: range) -> Cuts:
+        """Optimises the cuts inside a window of stages."""
+        runs, first = self.runs(cuts), rows[0]
         loads, held = self.sum_by_rank(self.stage_seconds(cuts)), self.held_by_rank(cuts)
         prices = []
         for stage in rows:
-            run, rank = runs[stage], stage % self.ranks
+            run, rank = runs[stage], self.rank_of[stage]
             memory = self.memory(stage)
             seconds = self.seconds_on(stage)
             load = loads[rank] - seconds[run] + seconds
@@ -166,8 +192,12 @@ class _Partitioner:
                 for place in range(ends[index] + 1, ends[index + 2])
             ]
             near = [tried for tried in moved if self.pressure(tried) <= limit]
-            cuts = min(near, key=lambda tried: float(self.crossing[list(tried)].sum()))
+            cuts = min(near, key=self.traffic)
         return cuts
+
+    def traffic(self, cuts: Cuts) -> float:
+        """Bytes that travel between ranks."""
+        return float((self.crossing[list(cuts)] * self.crosses).sum())
 
     def pressure(self, cuts: Cuts) -> float:
         """Objective: soft maximum of the ranks' seconds and of their bytes relative to the cap."""
@@ -212,13 +242,13 @@ class _Partitioner:
 
     def seconds_on(self, stage: int) -> Matrix:
         """Seconds of each range of segments on the rank of a stage."""
-        return self.seconds[stage % self.ranks]
+        return self.seconds[stage]
 
     def held_by_rank(self, cuts: Cuts) -> Matrix:
         return self.sum_by_rank([float(self.memory(s)[r]) for s, r in enumerate(self.runs(cuts))])
 
     def sum_by_rank(self, values: Sequence[float]) -> Matrix:
-        return np.array(values).reshape(-1, self.ranks).sum(axis=0)
+        return np.bincount(self.rank_of, values, self.ranks).astype(np.float64)
 
 
 def _range_sums(values: Sequence[float], places: Sequence[int]) -> Matrix:

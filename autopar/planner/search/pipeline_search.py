@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.common.deadline import TimeIsOver, arm
-from autopar.cost_model.simulator.schedules import in_flight, orders
+from autopar.cost_model.simulator.schedules import in_flight, orders, stage_ranks
 from autopar.errors import BatchError, CaptureError, CoupledRowsError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
@@ -175,13 +175,21 @@ def open_pipelines(
     transfer = P2PCost(setup.cluster, setup.base.mesh).slowest_s
     for schedule, stages_per_rank in _schedules(strategy, len(points.names)):
         order = orders(schedule, ranks, micro_batches, stages_per_rank)
-        stages = range(ranks * stages_per_rank)
-        flights = [in_flight(order[stage % ranks], stage) for stage in stages]
+        places = stage_ranks(schedule, ranks, stages_per_rank)
+        flights = [in_flight(order[rank], stage) for stage, rank in enumerate(places)]
         cuts: Cuts | None = ()
         if strategy.split_points is not None:
             cuts = _named_cuts(strategy, points)
         elif balanced:
-            cut = partial(partition_stages, segments, ranks, flights, transfer, paces=setup.paces)
+            cut = partial(
+                partition_stages,
+                segments,
+                ranks,
+                flights,
+                transfer,
+                paces=setup.paces,
+                rank_of=places,
+            )
             # Recomputation is not added yet, so cuts above the cap may still fit later.
             cuts = cut(cap) or cut(None)
         uses, rows = points.stages(cuts or ()), rows_of(setup.graph) * micro_batches

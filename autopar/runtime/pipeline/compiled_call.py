@@ -12,7 +12,12 @@ import torch
 from torch import distributed as dist
 
 from autopar.capture.trace import Capture
-from autopar.cost_model.simulator.schedules import Orders, orders, split_orders
+from autopar.cost_model.simulator.schedules import (
+    SPLIT_SCHEDULES,
+    Orders,
+    orders,
+    split_orders,
+)
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
 from autopar.passes.communication.lower_collectives import LowerCollectives
@@ -110,7 +115,7 @@ class CompiledPipelineCall:
     def split_schedules(self) -> tuple[Schedule, Schedule]:
         """The schedules of all forwards, and of all backwards after them."""
         p = self.pipeline
-        forward, backward = split_orders(p.ranks, self.micro_batches, p.stages_per_rank)
+        forward, backward = split_orders(p.schedule, p.ranks, self.micro_batches, p.stages_per_rank)
         return self._schedule(forward), self._schedule(backward)
 
     # Parameters that other ranks of the pipeline than their owners read, or have gradients of.
@@ -227,7 +232,7 @@ def _backward(
         return None
     graph = accumulate_gradients(graph) if accumulates else graph
     assert options.plan.pipeline is not None
-    splits = options.plan.pipeline.schedule == "zero_bubble"
+    splits = options.plan.pipeline.schedule in SPLIT_SCHEDULES
     parts = [*split_dgrad_wgrad(graph)] if splits else [graph]
     finish = None
     if not options.is_compiled:  # as for gathers

@@ -14,9 +14,8 @@ import torch
 from torch import distributed as dist
 
 from autopar.cost_model.simulator.pipeline_transfers import with_transfers
-from autopar.cost_model.simulator.schedules import Orders
-from autopar.ir.roles import StageInput
-from autopar.runtime.pipeline.stage import Stage, StageCall, Values
+from autopar.cost_model.simulator.schedules import Orders, ranks_in
+from autopar.runtime.pipeline.stage import Stage, StageCall, Values, inputs_of_next
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.watch.collective_log import LOG
 
@@ -66,9 +65,7 @@ class Schedule:
             run = stage.forward if is_forward else stage.backward
             sent = run(micro, values)
             peer = stage.index + (1 if is_forward else -1)
-            received[is_forward, peer, micro] = {
-                StageInput(role.value, role.phase): value for role, value in sent.items()
-            }
+            received[is_forward, peer, micro] = inputs_of_next(sent)
             if action.kind == "B":
                 stage.weight_backward(micro)
 
@@ -78,9 +75,9 @@ class Schedule:
         from autopar._torch_dynamo import PipelineRuntime, give_actions
         from autopar.runtime.pipeline.torch_stage import TorchStage
 
-        count = 1 + max(action.stage for order in self.orders for action in order)
+        places = ranks_in(self.orders)
         stages = [
-            TorchStage(stage, count, self.device, self.group)  # type: ignore[arg-type]
+            TorchStage(stage, len(places), self.device, self.group)  # type: ignore[arg-type]
             for stage in self.stages.values()
         ]
         runtime = PipelineRuntime(
@@ -88,6 +85,6 @@ class Schedule:
         )
         # gloo sends nothing before the receiver asks, so CPUs post receives before they compute
         actions = with_transfers(self.orders, hoisted=self.device.type == "cpu")
-        give_actions(runtime, [list(of_rank) for of_rank in actions])
+        give_actions(runtime, [list(of_rank) for of_rank in actions], places)
         runtime._stages_forward_initialized = True  # shapes need no inference
         return runtime

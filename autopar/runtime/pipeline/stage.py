@@ -10,6 +10,7 @@ import torch
 
 from autopar.ir import roles
 from autopar.ir.graph import TrainingGraph
+from autopar.passes.core.node_builder import dims_by_stride
 from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.context import ExecutionContext
 
@@ -235,6 +236,19 @@ class Stage:
                 before = call.gradients.pop(name, None) if reduced else held.take(name)
                 return _zeros_like(graph.fake_tensors[role]) if before is None else before
         raise AssertionError(f"a backward has the unexpected input {role}")
+
+
+def inputs_of_next(sent: Values) -> Values:
+    """Values that a stage sends, as inputs of a neighbour on the same rank; dense, as messages."""
+    return {roles.StageInput(role.value, role.phase): _dense(value) for role, value in sent.items()}
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    dims = dims_by_stride(value)
+    ordered = value.permute(dims)
+    if ordered.is_contiguous():
+        return value
+    return ordered.contiguous().permute([dims.index(dim) for dim in range(len(dims))])
 
 
 def _inputs(*graphs: CompiledGraph | None) -> frozenset[roles.InputRole]:

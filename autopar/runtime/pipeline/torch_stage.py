@@ -18,7 +18,7 @@ from autopar._torch_dynamo import PipelineStageBase
 from autopar.ir.roles import StageInput, StageOutput
 from autopar.passes.core.node_builder import dims_by_stride
 from autopar.runtime.codegen.program import CompiledGraph
-from autopar.runtime.pipeline.stage import Stage, Values
+from autopar.runtime.pipeline.stage import Stage, Values, inputs_of_next
 from autopar.runtime.watch.collective_log import LOG
 
 
@@ -33,10 +33,11 @@ class TorchStage(PipelineStageBase):
         self.activations: dict[int, Values] = {}  # received, then to send, by micro-batch
         self.gradients: dict[int, Values] = {}  # received, then to send, by micro-batch
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Values:
         received = self.activations.pop(fwd_chunk_id, {})
         with LOG.busy(f"a transfer after the forward of {self._work(fwd_chunk_id)}"):
-            self.activations[fwd_chunk_id] = self.stage.forward(fwd_chunk_id, received)
+            sent = self.activations[fwd_chunk_id] = self.stage.forward(fwd_chunk_id, received)
+        return sent
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, *_: Any, full_backward: bool = True, **__: Any
@@ -69,6 +70,18 @@ class TorchStage(PipelineStageBase):
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
         return self._send(self.gradients.pop(micro), self._backward_fakes, -1)
+
+    # Neighbours on one rank, as in a V, hand over what they send.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        self.activations[mb_index] = inputs_of_next(prev_stage_outputs)
+        prev_stage_outputs.clear()  # it holds no reference to what is freed here
+
+    def get_local_bwd_output(self, mb_index: int) -> Values:
+        return self.gradients.pop(mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        self.gradients[mb_index] = inputs_of_next(next_stage_bwd_outputs)
 
     @cached_property
     def _backward_fakes(self) -> Mapping[Any, torch.Tensor]:

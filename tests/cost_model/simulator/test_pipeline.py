@@ -136,3 +136,30 @@ def test_orders_that_wait_for_each_other():
     crossed = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="0B0, 1F0"):
         simulate_pipeline(crossed, [EVEN, EVEN], lambda nbytes, *ranks: 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe_v"])
+@pytest.mark.parametrize(("ranks", "micros"), [(2, 4), (4, 8), (4, 16)])
+def test_a_v_fills_all_but_the_way_to_the_last_rank(schedule, ranks, micros):
+    """Two stages a rank, each with half of the work: Qi et al. 2023, section 6."""
+    half = StageCost(0.5, 1.0, input_s=0.5, weight_s=0.5)
+    found = simulated(schedule, ranks, micros, 2, half)
+    assert found.step_s == pytest.approx(3.0 * micros + 0.5 * (ranks - 1))
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe_v"])
+def test_the_two_stages_at_the_tip_of_a_v_send_each_other_nothing(schedule):
+    found = simulated(schedule, 2, 4, 2, transfer=0.1)
+    assert {e.stream for e in found.timeline if " to " in e.stream} == {
+        "rank 0 to 1", "rank 1 to 0",
+    }  # fmt: skip
+    assert found.transfer_s == pytest.approx(2 * 2 * 4 * 0.1)  # of three borders of stages, two
+
+
+def test_stages_of_a_v_gather_one_after_the_other():
+    stage = StageCost(1.0, 2.0, 1.0, 1.0, first_s=3.0)
+    found = simulated("zbv", 2, 1, 2, stage)
+    starts = {e.name: e.start_s for e in found.timeline}
+    ends = {e.name: e.end_s for e in found.timeline}
+    assert ends["0F0"] == pytest.approx(3.0 + 1.0)
+    assert ends["3F0"] - starts["3F0"] == pytest.approx(1.0)

@@ -3,18 +3,22 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from autopar.cost_model.simulator.schedules import stage_ranks
 from autopar.planner.evaluate.stage_partition import SLACK, Segment, partition_stages
 
 
-def loads(segments, ranks, cuts, transfer, paces=None):
+def loads(segments, ranks, cuts, transfer, paces=None, places=None):
     """Seconds of each rank."""
     paces = paces or (1.0,) * ranks
+    places = places or [stage % ranks for stage in range(len(cuts) + 1)]
     ends = (0, *cuts, len(segments))
     taken = [0.0] * ranks
-    for stage, (first, after) in enumerate(pairwise(ends)):
-        taken[stage % ranks] += paces[stage % ranks] * sum(s.seconds for s in segments[first:after])
-        taken[stage % ranks] += transfer(segments[first].returned_bytes) if first else 0.0
-        taken[stage % ranks] += transfer(segments[after].sent_bytes) if after < ends[-1] else 0.0
+    for rank, (first, after) in zip(places, pairwise(ends), strict=True):
+        taken[rank] += paces[rank] * sum(s.seconds for s in segments[first:after])
+    for (one, two), cut in zip(pairwise(places), cuts, strict=True):
+        if one != two:
+            taken[one] += transfer(segments[cut].sent_bytes)
+            taken[two] += transfer(segments[cut].returned_bytes)
     return taken
 
 
@@ -26,11 +30,12 @@ def bytes_held(segments, ranks, cuts, in_flight):
     return held
 
 
-def best(segments, ranks, in_flight, transfer, cap, paces=None):
+def best(segments, ranks, in_flight, transfer, cap, paces=None, places=None):
     """Seconds of the slowest rank under the best cuts of all; None if there are none."""
     every = combinations(range(1, len(segments)), len(in_flight) - 1)
     allowed = (c for c in every if max(bytes_held(segments, ranks, c, in_flight)) <= cap)
-    return min((max(loads(segments, ranks, c, transfer, paces)) for c in allowed), default=None)
+    each = (max(loads(segments, ranks, c, transfer, paces, places)) for c in allowed)
+    return min(each, default=None)
 
 
 def transfer(nbytes):
@@ -75,6 +80,21 @@ def test_several_stages_on_a_rank_are_near_the_best(ranks, chunks, count, head, 
         least = best(segments, ranks, in_flight, transfer, 10**9, paces)
         worse.append(max(loads(segments, ranks, found, transfer, paces)) / least)
     assert max(worse) < most * (1 + SLACK)
+    assert sum(worse) / len(worse) < 1.07 * (1 + SLACK)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 24), (3, 14), (4, 12)])
+@pytest.mark.parametrize("head", [1.0, 6.0])
+def test_stages_in_a_v_are_near_the_best(ranks, count, head):
+    """The first rank has the head beside the first stage, and the tip of the V sends nothing."""
+    rng, worse = random.Random(1), []
+    places = stage_ranks("zbv", ranks, 2)
+    for _ in range(6):
+        segments = drawn(rng, count, head)
+        found = partition_stages(segments, ranks, [1] * 2 * ranks, transfer, rank_of=places)
+        least = best(segments, ranks, [1] * 2 * ranks, transfer, 10**9, places=places)
+        worse.append(max(loads(segments, ranks, found, transfer, places=places)) / least)
+    assert max(worse) < 1.16 * (1 + SLACK)
     assert sum(worse) / len(worse) < 1.07 * (1 + SLACK)
 
 

@@ -29,6 +29,7 @@ TWO = {
 FOUR = {
     "tp, zero3": fixed(3, tp=2),
     "pp, zero3": fixed(3, pp=2, micro_batches=2, schedule="interleaved"),
+    "pp in a v, zero1": fixed(1, pp=2, micro_batches=2, schedule="zbv"),
 }
 
 
