@@ -22,7 +22,9 @@ REPLICATED = "zero0"  # the plan of the enumeration that memory caps refer to
 FIXED = partial(autopar.Strategy, gather_bytes=1 << 20, reduce_bytes=1 << 20)
 """A few buckets for models of some megabytes."""
 
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+STAGES_PER_RANK = {
+    "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2, "dualpipe_v": 2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

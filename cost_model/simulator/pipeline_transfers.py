@@ -53,15 +53,24 @@ def hoist_receives(actions: Iterable[PipelineAction]) -> Actions:
 
 
 def inputs_ahead(actions: Iterable[PipelineAction]) -> list[list[Input]]:
-    """Inputs of later actions for which a rank has made room, at each of its actions."""
+    """Inputs of later actions for which a rank has made room, at each of its actions.
+
+    Those that another stage of the rank has computed count from then on.
+    """
     found: list[list[Input]] = []
     waiting: dict[tuple[str, int, int | None], Input] = {}
+    actions = tuple(actions)
+    stages = {action.stage_index for action in actions}
     for action in actions:
         kind, stage = action.computation_type.value, action.stage_index
         micro = action.microbatch_index
         if kind in RECEIVES:
             waiting[RECEIVES[kind], stage, micro] = RECEIVES[kind], stage
         elif kind not in TRANSFERS:
-            waiting.pop(("F" if kind == "F" else "B", stage, micro), None)
+            of: Kind = "F" if kind == "F" else "B"
+            waiting.pop((of, stage, micro), None)
             found.append(list(waiting.values()))
+            peer = stage + (1 if of == "F" else -1)
+            if kind != "W" and peer in stages:
+                waiting[of, peer, micro] = of, peer
     return found

@@ -66,9 +66,14 @@ class LoweredPipeline:
 
 
 class PipelineEvaluator(Evaluator):
-    """Evaluator of plans with one pipeline; `setup` is of the model without stages."""
+    """Evaluator of plans with one pipeline; `setup` is of the model without stages.
 
-    def __init__(self, setup: EvaluationSetup, pipeline: Pipeline) -> None:
+    It shares the lowered programs of `alike`, whose pipeline differs in its schedule only.
+    """
+
+    def __init__(
+        self, setup: EvaluationSetup, pipeline: Pipeline, alike: PipelineEvaluator | None = None
+    ) -> None:
         # The graph has the rows of one micro-batch, and the caller holds those of all.
         batches = setup.overhead.batches * pipeline.micro_batches
         overhead = replace(setup.overhead, batches=batches)
@@ -76,6 +81,9 @@ class PipelineEvaluator(Evaluator):
         super().__init__(replace(setup, base=base, overhead=overhead))
         self.pipeline = pipeline
         self._lowered = ProgramCache[LoweredPipeline](1)
+        self._stages = ProgramCache[LoweredPipeline](1)
+        if alike is not None:
+            self.split, self._stages = alike.split, alike._stages
         self._candidates: dict[CandidateConfig, Candidate] = {}
 
     def plan(self, config: CandidateConfig) -> Plan:
@@ -159,19 +167,24 @@ class PipelineEvaluator(Evaluator):
         return add_step_boundaries(run, self.split, self.pipeline, link, agreement_s)
 
     def _lower(self, config: CandidateConfig) -> LoweredPipeline:
-        return self._lowered.get(config, lambda: self._lower_stages(config))
+        return self._lowered.get(config, lambda: self._with_schedule(config))
+
+    def _with_schedule(self, config: CandidateConfig) -> LoweredPipeline:
+        lowered = self._stages.get(config, lambda: self._lower_stages(config))
+        plan = replace(
+            lowered.plan,
+            name=f"{lowered.plan.name}, {self.pipeline}",
+            pipeline=self.pipeline,
+            sent_bytes=tuple(sorted(self._sent_bytes(lowered.programs).items())),
+        )
+        return replace(lowered, plan=plan)
 
     def _lower_stages(self, config: CandidateConfig) -> LoweredPipeline:
         """Lowers equal stages once, or each stage if collectives are scheduled by name."""
         plan, stages = self.setup.draft(config), self.split.stages
         firsts = tuple(range(len(stages))) if config.scheduled else equal_stages(stages, plan)
         buckets = self._propose_buckets(config, plan, firsts)
-        plan = replace(
-            plan,
-            name=f"{plan.name}, {self.pipeline}",
-            buckets=buckets,
-            compressions=config.compressions(buckets),
-        )
+        plan = replace(plan, buckets=buckets, compressions=config.compressions(buckets))
         if config.scheduled:
             overlaps = (self.setup.overlaps(config, g, self._passes(g, plan)[0]) for g in stages)
             plan = replace(plan, overlaps=tuple(each for found in overlaps for each in found))
@@ -182,8 +195,7 @@ class PipelineEvaluator(Evaluator):
         }
         programs = tuple(distinct[first] for first in firsts)
         notes = (*plan.notes, *(note for each in distinct.values() for note in each.last.notes))
-        sent = tuple(sorted(self._sent_bytes(programs).items()))
-        plan = replace(plan, notes=tuple(dict.fromkeys(notes)), sent_bytes=sent)
+        plan = replace(plan, notes=tuple(dict.fromkeys(notes)))
         return LoweredPipeline(plan, programs, firsts)
 
     def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[PassPipeline, PassPipeline]:

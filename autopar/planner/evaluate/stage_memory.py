@@ -70,8 +70,9 @@ class StageMemory:
         reads_sums: whether gradient sums of earlier micro-batches are inputs.
         reserved: ratio of the allocator's bytes to tensor bytes.
         split_backward: bytes kept between the two parts of a backward.
-        sent: bytes kept alive only by messages, after the forward and after the backward; torch
-            frees both at the end of a schedule.
+        sent: bytes kept alive only by messages, which torch frees at the end of a schedule: those
+            to the next stage after the forward and, if the backward reads them, after it, and those
+            to the stage before.
         received: bytes that a forward and a backward receive.
     """
 
@@ -85,7 +86,7 @@ class StageMemory:
     reads_sums: bool
     reserved: float
     split_backward: int = 0
-    sent: tuple[int, int] = (0, 0)
+    sent: tuple[int, int, int] = (0, 0, 0)
     received: tuple[int, int] = (0, 0)
 
     @staticmethod
@@ -209,8 +210,12 @@ def memory_of_rank(
         base[_FLYING] += sum(stages[s][0].received[kind == "B"] for kind, s in ahead[index])
         points += [(index, float(at)) for at in half.at]
         tables.append(base[:, None] + half.table)
-        forth, back = more.sent
-        sending += forth * (action.kind == "F") + back * (action.kind in ("B", "I"))
+        # neighbours on one rank, as in a V, send each other nothing
+        forth, read, back = more.sent
+        if stage + 1 not in stages:
+            sending += forth * (action.kind == "F") + read * (action.kind in ("B", "I"))
+        if stage - 1 not in stages:
+            sending += back * (action.kind in ("B", "I"))
         flying[stage] += action.kind == "F"
         halved[stage] += action.kind == "I"
         if action.kind in ENDS:
@@ -232,8 +237,8 @@ def _received(graph: TrainingGraph) -> tuple[int, int]:
     return sizes["forward"], sizes["backward"]
 
 
-def sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
-    """Bytes sent by a stage: forward values that its backward does not read, and all others.
+def sent_bytes(graph: TrainingGraph) -> tuple[int, int, int]:
+    """Bytes sent by a stage: forward values that its backward does not read, others, and gradients.
 
     A value that a stage received and passes on counts, too.
     """
@@ -251,7 +256,7 @@ def sent_bytes(graph: TrainingGraph) -> tuple[int, int]:
     def nbytes(places: set[int]) -> int:
         return sum(storages[place].nbytes for place in places - standing)
 
-    return nbytes(forth - read), nbytes((forth & read) | back)
+    return nbytes(forth - read), nbytes((forth & read) - back), nbytes(back)
 
 
 def split_backward_bytes(weights: TrainingGraph, whole: TrainingGraph) -> int:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.collectives import collective_of
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.simulator.bound import least_seconds
+from autopar.cost_model.simulator.schedules import SPLIT_SCHEDULES
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
@@ -43,7 +44,7 @@ EXPOSED_SHARE = 0.1
 """Share of a collective that the backward cannot hide: the last bucket and the launch."""
 
 MOST_STAGES_PER_RANK = 2
-"""Stages of a rank under an interleaved schedule."""
+"""Stages of a rank under an interleaved schedule, or in a V."""
 
 CHECKPOINTED_SHARE = 0.1
 """Share of the saved activations that full checkpointing keeps."""
@@ -193,13 +194,15 @@ class _StepModel:
 
         Without stages, compute waits for messages along the model's axes. The update follows. Each
         stage of a pipeline waits for the first micro-batch and after its last one, while the
-        other stages compute a forward and a backward without gradients of parameters. Two equal
-        stages per rank halve that. Where ranks share cores, those that wait free them for others.
+        other stages compute a forward and a backward without gradients of parameters. Its own such
+        gradients may fill the second wait. Two equal stages per rank halve both. Where ranks share
+        cores, those that wait free them for others.
         """
         found = self.micro_batch
         each_s = found.least_s if self.stages == 1 else found.compute_s / self.stages
         chunks = max(MOST_STAGES_PER_RANK, self.problem.strategy.stages_per_rank or 1)
-        fill_s = 2 * FORWARD_SHARE * (self.stages - 1) * each_s / chunks
+        waits = 1 if self.problem.strategy.schedule in (None, *SPLIT_SCHEDULES) else 2
+        fill_s = waits * FORWARD_SHARE * (self.stages - 1) * each_s / chunks
         full_s = self.micro_batches * each_s
         compute_s = max(full_s, (full_s + fill_s) / self.relief)
         sums_s = self.scatter_s + self.data_s("all_gather")

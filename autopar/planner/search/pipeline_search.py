@@ -8,7 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.common.deadline import TimeIsOver, arm
-from autopar.cost_model.simulator.schedules import in_flight, orders, stage_ranks
+from autopar.cost_model.simulator.schedules import (
+    V_SCHEDULES,
+    in_flight,
+    orders,
+    stage_ranks,
+)
 from autopar.errors import BatchError, CaptureError, CoupledRowsError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
@@ -86,16 +91,23 @@ def capture_micro_batches(
     return captures
 
 
-def _schedules(strategy: Strategy, cut_points: int) -> Iterator[tuple[str, int]]:
+def _schedules(
+    strategy: Strategy, cut_points: int, micro_batches: int
+) -> Iterator[tuple[str, int]]:
     """The schedules that a strategy leaves open, and the stages per rank of each."""
     ranks, chunks = strategy.pp or 1, strategy.stages // (strategy.pp or 1)
     if strategy.schedule is not None or chunks > 1 or ranks == 1:
         yield strategy.schedule or ("interleaved" if chunks > 1 else "1f1b"), chunks
         return
-    yield from (("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1))
+    yield "1f1b", 1
+    if micro_batches > 1:  # else it is 1F1B
+        yield "gpipe", 1
+    yield "zero_bubble", 1
     free = strategy.split_points is None and strategy.stages_per_rank is None
     if free and cut_points >= 2 * ranks:
-        yield "interleaved", 2
+        yield from (("interleaved", 2), ("zbv", 2))
+        if micro_batches >= 2 * ranks:  # else it waits longer than ZB-V
+            yield "dualpipe_v", 2
 
 
 def cut_points_of(strategy: Strategy, model: str, graph: TrainingGraph) -> CutPoints:
@@ -173,7 +185,8 @@ def open_pipelines(
     balanced = strategy.split_points is None and strategy.stages > 1
     segments = _segments(setup, strategy, points, micro_batches) if balanced else []
     transfer = P2PCost(setup.cluster, setup.base.mesh).slowest_s
-    for schedule, stages_per_rank in _schedules(strategy, len(points.names)):
+    alike: dict[tuple[object, int], PipelineEvaluator] = {}
+    for schedule, stages_per_rank in _schedules(strategy, len(points.names), micro_batches):
         order = orders(schedule, ranks, micro_batches, stages_per_rank)
         places = stage_ranks(schedule, ranks, stages_per_rank)
         flights = [in_flight(order[rank], stage) for stage, rank in enumerate(places)]
@@ -194,7 +207,10 @@ def open_pipelines(
             cuts = cut(cap) or cut(None)
         uses, rows = points.stages(cuts or ()), rows_of(setup.graph) * micro_batches
         pipeline = Pipeline(ranks, schedule, micro_batches, stages_per_rank, uses, rows)
-        yield PipelineEvaluator(setup, pipeline)
+        key = uses, pipeline.stages
+        evaluator = PipelineEvaluator(setup, pipeline, alike.get(key))
+        alike[key] = evaluator
+        yield evaluator
 
 
 def fastest_pipeline(
@@ -231,14 +247,29 @@ def fastest_pipeline(
         raise refusals[0]
     limit = math.inf if cap is None else cap
     tried.sort(key=lambda item: (item[1].needed_bytes > limit, item[1].step_s))
-    finalists = tried[:FINALISTS]
-    if cap is not None:
+    finalists = _without_slower_v(tried)[:FINALISTS]
+    if tried[0][1].needed_bytes > limit:
         # Raised blocks may make the smallest pipeline fit where the fastest ones never do.
         smallest = min(tried, key=lambda item: item[1].needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
     best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s, first)
     runners_up = _runners_up(best.plan, [e.plan for _, e in tried], cap)
     return best.with_plan(runners_up=runners_up, search=None)  # its bound is that of the finalists
+
+
+def _without_slower_v(
+    ordered: list[tuple[PipelineEvaluator, Candidate]],
+) -> list[tuple[PipelineEvaluator, Candidate]]:
+    """Pipelines without the second of two in a V: other choices change them alike."""
+    found, seen = [], set[int]()
+    for evaluator, candidate in ordered:
+        pipeline = evaluator.pipeline
+        if pipeline.schedule in V_SCHEDULES:
+            if pipeline.micro_batches in seen:
+                continue
+            seen.add(pipeline.micro_batches)
+        found.append((evaluator, candidate))
+    return found
 
 
 def step_s(plan: Plan) -> float:

@@ -27,7 +27,7 @@ def half(*columns):
     return PhaseMemory(np.linspace(0.0, 1.0, len(columns)), np.stack(columns, axis=1))
 
 
-def stage(given=False, between=0, sent=(0, 0), received=(0, 0)):
+def stage(given=False, between=0, sent=(0, 0, 0), received=(0, 0)):
     """1000 bytes of parameters; a backward that turns what is saved into two gradients."""
     before = SUMMED if given else 0
     return StageMemory(
@@ -109,7 +109,7 @@ def test_a_split_backward_of_one_micro_batch_ends_with_all_gradients():
 
 def test_what_is_sent_is_kept_until_the_schedule_ends():
     """The runtime waits for all that it sent behind the last action."""
-    (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 4))
+    (order, _), own = orders("1f1b", 2, 4), stage(sent=(3, 1, 3))
     memory = memory_of_order(order, {0: (own, own)})
     flying = memory.table[IN_FLIGHT]
     assert flying[-2] == 4 * 3 + 3 * 4  # in the last backward
@@ -134,7 +134,24 @@ def test_a_received_value_that_a_stage_passes_on_is_kept_too():
             Gradient(Parameter("w")): g.call(aten.mul.Tensor, tangent, x),
         }
     )
-    assert sent_bytes(graph) == (2 * 16, 16)
+    assert sent_bytes(graph) == (2 * 16, 0, 16)
+
+
+def test_stages_of_one_rank_hand_over_what_they_compute():
+    """Nothing is sent between the stages at the tip of a V: inputs wait for their use only."""
+    made = orders("zbv", 2, 3, 2)[1]
+    lower, upper = stage(sent=(3, 1, 3)), stage(sent=(0, 0, 5), received=(3, 0))
+    ahead = inputs_ahead(with_transfers(orders("zbv", 2, 3, 2), hoisted=True)[1])
+    memory = memory_of_rank(made, ahead, {1: (lower, lower), 2: (upper, upper)})
+    flying = dict(
+        zip((action for action, _ in memory.points), memory.table[IN_FLIGHT], strict=True)
+    )
+    backwards = waiting = 0
+    for index, action in enumerate(made):
+        waiting -= str(action).startswith("2F")
+        assert flying[index] == 3 * backwards + 3 * waiting, action
+        backwards += str(action).startswith("1I")
+        waiting += str(action).startswith("1F")
 
 
 def test_there_is_room_for_what_comes_next():

@@ -59,7 +59,15 @@ def test_a_pipeline_is_estimated_as_it_is_simulated(stages: int, relief: float) 
 @pytest.mark.parametrize("relief", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(
-    ("schedule", "own"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
+    ("schedule", "own"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("zero_bubble", 1),
+        ("zbv", 2),
+        ("dualpipe_v", 2),
+    ],
 )
 def test_no_schedule_is_faster_than_the_bound(
     schedule: str, own: int, stages: int, relief: float

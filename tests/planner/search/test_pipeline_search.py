@@ -77,16 +77,31 @@ def test_what_is_open_is_chosen_and_shown():
     plan = planned(Tower(), pp=2)
     pipeline, cost = plan.pipeline, plan.prediction
     assert pipeline.micro_batches == 8
-    assert pipeline.schedule == "zero_bubble"
-    assert len(cost.stages) == 2
-    assert 0.0 < cost.bubble < 0.15
+    assert pipeline.schedule == "zbv"
+    assert len(cost.stages) == 4
+    assert 0.0 < cost.bubble < 0.1
     assert {stream for _, stream, *_ in cost.events} == {
         "rank 0", "rank 1", "rank 0 to 1", "rank 1 to 0",
     }  # fmt: skip
     assert autopar.Plan.from_dict(plan.to_dict()) == plan
-    assert "zero_bubble, 8 micro-batches" in str(plan)
+    assert "zbv x2, 8 micro-batches" in str(plan)
     assert "Ranks of the pipeline wait for others" in plan.explain()
-    assert any("interleaved x2, 8 micro-batches" in other.name for other in plan.runners_up)
+    for schedule in ("dualpipe_v x2", "zero_bubble"):
+        assert any(f"{schedule}, 8 micro-batches" in other.name for other in plan.runners_up)
+
+
+def test_a_v_needs_two_places_to_cut_for_each_rank():
+    plan = planned(Tower(layers=2), pp=2, micro_batches=8)
+    assert plan.pipeline.stages_per_rank == 1
+    assert not any("zbv" in other.name for other in plan.runners_up)
+
+
+def test_the_two_stages_at_the_tip_of_a_v_send_each_other_nothing():
+    """Of three borders between stages, the messages of two travel."""
+    plan = planned(Tower(), pp=2, micro_batches=4, schedule="zbv")
+    assert [plan.pipeline.rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+    streams = Counter(stream for name, stream, *_ in plan.prediction.events if " to " in stream)
+    assert streams == {"rank 0 to 1": 8, "rank 1 to 0": 8}
 
 
 def test_without_time_one_schedule_and_one_zero_stage_are_looked_at():
