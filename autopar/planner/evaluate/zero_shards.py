@@ -18,15 +18,20 @@ def shard_replicated(
 
     Each axis of `REPLICATED_OVER` divides the largest shard of the axes before it, on the dim that
     divides best. A parameter of which some rank would get nothing stays whole along that axis.
+    A dim that operators read divided along a later axis is left to that axis.
     """
     shards: dict[str, list[tuple[str, str]]] = {partition.axis: [] for partition in partitions}
     for info in parameters:
         shape = list(info.shape)
-        for partition in partitions:
+        for index, partition in enumerate(partitions):
             placement = partition.layouts.get(info.name, Replicate())
             if placement == Replicate() and partition.axis in REPLICATED_OVER and shape:
-                dim = shard_dim(shape, partition.ranks)
-                if can_cut(shape[dim], partition.ranks):
+                # Parameters lie in the order of axes, but are gathered to what operators read.
+                later = (each.layouts.get(info.name) for each in partitions[index + 1 :])
+                taken = {each.dim for each in later if isinstance(each, Shard)}
+                free = [1 if dim in taken else size for dim, size in enumerate(shape)]
+                dim = shard_dim(free, partition.ranks)
+                if can_cut(free[dim], partition.ranks):
                     placement = Shard(dim)
                     shards[partition.axis].append((info.name, str(placement)))
             shape = local_shape(shape, placement, partition.ranks)

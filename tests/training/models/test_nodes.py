@@ -70,6 +70,9 @@ def stages(*zero: int, **options: Any) -> list[dict[str, Any]]:
         slow("moe", 8, "ep", stages(0, 1, 3, ep=4)),
         slow("moe", 8, "ep", stages(0, 1, 3, ep=4, tp=2, hierarchical=4)),
         slow("moe", 8, "", stages(0, 3, ep=4, tp=2)),
+        # ZeRO over cp, and a dim that operators read divided along ep
+        slow("moe", 6, "", stages(1, cp=3, ep=2)),
+        slow("deepseek_v3", 8, "", stages(2, cp=4, ep=2)),
         slow("mixtral", 4, "ep", stages(0, 3, ep=4, **APART)),
         slow("deepseek_v3", 4, "ep", stages(0, 3, ep=4, **APART)),
         slow("qwen3_moe", 4, "cp", stages(3, cp=4)),
