@@ -33,9 +33,12 @@ def block(heads: int, length: int, *, causal: bool = True) -> TrainingGraph:
         return captured(Stack(lambda: GPTBlock(width, heads, causal), 1), (1, length, width))
 
 
-def chosen(graph: TrainingGraph, ranks: int, ring: bool | None) -> tuple[float, list[OpStrategy]]:
+def chosen(
+    graph: TrainingGraph, ranks: int, ring: bool | None, memory: int | None = None
+) -> tuple[float, list[OpStrategy]]:
     """Seconds of a partition along cp, and the strategies of attention and its backward."""
-    found = partition(graph, ranks, machine(), axis="cp", pins=WHOLE, ring=ring)
+    options = {"axis": "cp", "pins": WHOLE, "ring": ring, "memory": memory}
+    found = partition(graph, ranks, machine(), **options)  # type: ignore[arg-type]
     own = [s for n, s in found.op_strategies.items() if n.target in TARGETS]
     return found.seconds, own
 
@@ -60,6 +63,15 @@ def test_an_all_to_all_of_heads_is_cheaper_than_a_ring() -> None:
     assert own == plain
     assert {each.lowering for each in rings} == {RING}
     assert forced > seconds
+
+
+def test_a_ring_is_taken_where_memory_is_short() -> None:
+    """Gathered keys and values stay for the backward, and a ring's do not."""
+    graph = block(3, 8192, causal=False)
+    _, quick = chosen(graph, 4, None)
+    _, small = chosen(graph, 4, None, memory=1)  # which nothing fits: the fewest bytes count
+    assert {each.lowering for each in quick} == {""}
+    assert {each.lowering for each in small} == {RING}
 
 
 def test_calls_without_a_ring_go_as_before() -> None:
