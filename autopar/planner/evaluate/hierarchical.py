@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from autopar.cost_model.cluster.cluster import Cluster
@@ -45,10 +45,13 @@ def _levels_along(
         return None
     of_data = axis == DATA_AXIS
     methods = _level_codecs(strategy) if of_data else {}
+    # Along the data's axis only compressions exchange chunks, and these know levels themselves.
+    kinds = [kind for kind in PARTS if not (of_data and kind == "all_to_all")]
     if strategy.hierarchical:
-        found = dict.fromkeys((*PARTS, *methods), ALWAYS_FROM)
+        found = dict.fromkeys((*kinds, *methods), ALWAYS_FROM)
     elif strategy.hierarchical is None and cluster is not None:
-        found = sizes_that_pay(cluster, dict(base.mesh) | sizes, axis, backend, methods)
+        axes = dict(base.mesh) | sizes
+        found = sizes_that_pay(cluster, axes, axis, backend, kinds, methods)
     else:
         found = {}
     if not found and not (of_data and base.hybrid):
@@ -82,6 +85,7 @@ def sizes_that_pay(
     axes: dict[str, int],
     axis: str,
     backend: str,
+    kinds: Iterable[str],
     methods: Mapping[str, Compression],
 ) -> dict[str, int]:
     """Minimum size from which hierarchical messages are always faster, by kind and compression.
@@ -110,7 +114,7 @@ def sizes_that_pay(
 
     found = {}
     summed = ((name, "all_reduce", by) for name, by in methods.items())
-    for name, kind, by in (*((kind, kind, None) for kind in PARTS), *summed):
+    for name, kind, by in (*((kind, kind, None) for kind in kinds), *summed):
         for nbytes in reversed(SIZES):
             if by_level(kind, nbytes, by) >= seconds(kind, axis, nbytes, by):
                 break
