@@ -104,8 +104,9 @@ def verify_loop(options: argparse.Namespace, folder: Path) -> int:
     summary = Summary.load(folder_of(compiled, 0))
     if not summary.steps:
         raise StrategyError(
-            f"{options.script} made no optimizer step, so there is nothing to compare. A script "
-            "that resumes a finished run has no step left: give it an empty checkpoint folder."
+            f"{options.script} made no optimizer step, and it has no make(): there is nothing to "
+            "compare. A script that resumes a finished run has no step left: give it an empty "
+            "checkpoint folder."
         )
     if not summary.batches:
         raise StrategyError(
