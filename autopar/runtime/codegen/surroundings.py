@@ -1,13 +1,17 @@
-"""`apart_from_hooks`: plans and programs are made apart from the hooks of the loop's call."""
+"""Hooks and autocast around a call, apart from which plans and programs are made."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 
 from autopar._torch import hide_saved_tensors_hooks
+
+Cast = torch.dtype | Literal[False]
+"""What autocast casts to, False if it is off."""
 
 
 @contextlib.contextmanager
@@ -25,3 +29,8 @@ def apart_from_hooks() -> Iterator[None]:
             yield
     finally:
         hide_saved_tensors_hooks(before)
+
+
+def autocast_to(device: str, cast: Cast) -> contextlib.AbstractContextManager[Any]:
+    """The autocast of an earlier call; loops run backwards outside of their autocast block."""
+    return torch.autocast(device, dtype=cast or None, enabled=bool(cast))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -35,6 +36,7 @@ class PipelineCall:
     """A call in progress.
 
     Attributes:
+        modes: those of the context at the forward.
         loss_tangent: gradient of the loss that interleaved backwards assume.
         is_consumed: whether the gradients were returned to autograd for good.
         tied_grads_reduced: whether the owners have the gradients of tied parameters.
@@ -50,6 +52,7 @@ class PipelineCall:
     context: ExecutionContext
     micro_batches: Sequence[BatchShard]
     no_sync: bool = False
+    modes: tuple[Any, ...] = ()
     loss_tangent: Scalar = 1.0
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     is_consumed: bool = False

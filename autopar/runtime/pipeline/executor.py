@@ -26,6 +26,7 @@ from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
+from autopar.runtime.tracing.earlier_modes import as_called
 
 LATE_SCALE = NumericsNote(
     "a pipeline begins its backward before loss.backward(), with the loss scale of the last step: "
@@ -110,10 +111,11 @@ class PipelineExecutor:
             group = mesh.get_group("pp") if mesh is not None and has_pp else None
             with paused_collector(), apart_from_hooks():
                 captured = context.capture_on_all_ranks(micro_batch)
-                op_strategies = context.op_strategies(captured, micro_batch)
-                compiled = CompiledPipelineCall(
-                    captured, op_strategies, options, count, context.device, group
-                )
+                with context.without_autocast():
+                    op_strategies = context.op_strategies(captured, micro_batch)
+                    compiled = CompiledPipelineCall(
+                        captured, op_strategies, options, count, context.device, group
+                    )
             if not context.options.on_trial:
                 for graph in compiled.graphs.stages:
                     warn_of_notes(graph.notes, trains=compiled.differentiates)
@@ -121,14 +123,17 @@ class PipelineExecutor:
                     warn_of_notes([LATE_SCALE], trains=True)
                 context.tell_of_shapes(micro_batch)
             self.compiled_calls.add(key, compiled, context.options.max_programs)
-        return PipelineCall(compiled, context, micro_batches, no_sync, self.loss_tangent)
+        modes = key[0]
+        return PipelineCall(compiled, context, micro_batches, no_sync, modes, self.loss_tangent)
 
     def rerun_with_all_tangents(self, call: PipelineCall, state: int) -> PipelineCall:
         """Runs the forward of a call again, so that every output can receive a gradient."""
         self.context.all_tangents = True
-        with torch.enable_grad(), self.context.guards.as_of(state):
+        context = self.context
+        with context.guards.as_of(state), as_called(context, call.modes):
             again = self._call(list(call.micro_batches), call.no_sync)
-        again.run_forward()
+        with context.without_autocast():
+            again.run_forward()
         return again
 
 

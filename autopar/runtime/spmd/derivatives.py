@@ -8,7 +8,6 @@ other, and its own backward may be asked for a graph in turn.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from autopar.runtime.border.rows import Entered, LeftWhole, ScaledGradient
 from autopar.runtime.codegen.program import Program
 from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import OwnPart
+from autopar.runtime.tracing.earlier_modes import as_called
 
 if TYPE_CHECKING:
     from autopar.runtime.spmd.executor import SpmdCall
@@ -54,13 +54,7 @@ def differentiated(
     operands = dict(call.operands)
     first = len(call.shard.call.leaves)
     operands |= {first + i: t for i, t in enumerate(entered.values()) if t.requires_grad}
-    with torch.enable_grad(), _autocast_of(call):
-        # compared under the call's autocast: loops call backward() outside of their autocast block
-        if call.modes != call.context.modes:
-            raise StrategyError(
-                "a gradient is computed with create_graph=True, and the model was called in "
-                "another mode (train, eval, requires_grad). Differentiate before the mode changes."
-            )
+    with as_called(call.context, call.modes):
         program = call.executor.program(shard, call.no_sync)
     _check_draws(call.program, program)
     outputs = call.executor.run_again(call, shard, program, operands)
@@ -95,13 +89,6 @@ def changed_operands(call: SpmdCall, keys: Container[Key]) -> list[Key]:
     """Those of some operands of a call that were changed in place since."""
     pairs = zip(call.operands.items(), call.versions, strict=True)
     return [key for (key, x), version in pairs if key in keys and version_of(x) != version]
-
-
-def _autocast_of(call: SpmdCall) -> contextlib.AbstractContextManager[Any]:
-    dtype, device = call.modes[0], call.context.device.type
-    if not dtype:
-        return call.context.without_autocast()
-    return torch.autocast(device, dtype=dtype)
 
 
 # Arguments.

@@ -38,6 +38,7 @@ from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.spmd.derivatives import changed_operands, differentiated
+from autopar.runtime.tracing.earlier_modes import as_called
 
 
 @dataclass
@@ -125,12 +126,13 @@ class SpmdExecutor:
         with paused_collector(), apart_from_hooks():
             captured = context.capture_on_all_ranks(shard)
             _check_changed_inputs(captured, shard)
-            program = build_program(
-                captured,
-                context.op_strategies(captured, shard),
-                context.lowering_options(no_sync, unreduced),
-                context.options.recorder,
-            )
+            with context.without_autocast():  # it would cast what passes compute once more
+                program = build_program(
+                    captured,
+                    context.op_strategies(captured, shard),
+                    context.lowering_options(no_sync, unreduced),
+                    context.options.recorder,
+                )
             options = context.options
             alone = options.recorder is None and not options.on_trial
             if options.cuda_graphs and alone and not shard.call.derivatives:
@@ -248,7 +250,7 @@ class SpmdCall:
             # be a full-size tensor. Another output has one now, so later calls take all.
             context.all_tangents = True
             program = self._program_again(self.no_sync)
-            with context.rng.replayed(self.random_state):
+            with context.rng.replayed(self.random_state), context.without_autocast():
                 # in place, or the caller's list would keep the first forward's tensors alive
                 saved[:] = self.run_forward(program)[1]
         backward, unreduced = program.backward, context.held_gradients.names
@@ -286,7 +288,8 @@ class SpmdCall:
 
     def _program_again(self, no_sync: bool, unreduced: tuple[str, ...] = ()) -> Program:
         """A program as of the forward, for the gradients that the backward meets."""
-        with torch.enable_grad(), self.context.guards.as_of(self.state):
+        context = self.context
+        with context.guards.as_of(self.state), as_called(context, self.modes):
             return self.executor.program(self.shard, no_sync, unreduced)
 
     def _backward_arguments(
