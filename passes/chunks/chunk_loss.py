@@ -82,7 +82,7 @@ def _note(role: Any) -> BorderNote:
 
 def _sum_for_mean(graph: fx.Graph, node: fx.Node) -> None:
     """Replaces a mean over rows by a sum and a quotient, which chunks can be added up to."""
-    if node.target is aten.nll_loss_backward.default and node.args[4] == MEAN:
+    if node.target is aten.nll_loss_backward.default and node.args[4] in (MEAN, SUM):
         _sum_of_gradients(graph, node)
         return
     if node.meta["phase"] != "forward":
@@ -115,15 +115,20 @@ def _sum_of_losses(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _sum_of_gradients(graph: fx.Graph, node: fx.Node) -> None:
-    gradient, log, target, weights, _, ignored, total = node.args
+    each, log, target, weights, reduction, ignored, total = node.args
+    assert isinstance(total, fx.Node)
     if weights is not None or tensors(node)[0].dtype == torch.float16:
         return  # a target of weight 0 has the gradient 0 / 0 where there is no other
     with graph.inserting_before(node):
-        each = _like(node, call(graph, node, aten.div.Tensor, gradient, total))
-        is_some = _like(node, call(graph, node, aten.ne.Scalar, total, 0))
-        each = _like(node, call(graph, node, aten.where.ScalarOther, is_some, each, 0))
+        if reduction == MEAN:
+            is_some = _like(node, call(graph, node, aten.ne.Scalar, total, 0))
+            each = _like(node, call(graph, node, aten.div.Tensor, each, total))
+            each = _like(node, call(graph, node, aten.where.ScalarOther, is_some, each, 0))
+        # A sum does not read the weight of all targets, which ranks may still be adding up.
+        options = {"dtype": tensors(total)[0].dtype, "device": tensors(total)[0].device}
+        one = _like(node, call(graph, node, aten.full.default, [], 1, **options))
         operator = aten.nll_loss_backward.default
-        new = call(graph, node, operator, each, log, target, weights, SUM, ignored, total)
+        new = call(graph, node, operator, each, log, target, weights, SUM, ignored, one)
     node.replace_all_uses_with(_like(node, new))
     graph.erase_node(node)
 

@@ -70,7 +70,7 @@ def _entries(region: Region) -> tuple[set[fx.Node], set[fx.Node]]:
             continue
         value = node.meta["val"]
         is_number = isinstance(value, torch.Tensor) and value.dim() == 0
-        if is_number or node.op == "placeholder":
+        if node.op == "placeholder" or (is_number and node.all_input_nodes):
             scales.add(node)
         else:
             inputs.add(node)

@@ -80,13 +80,14 @@ def test_of_other_models(options: dict[str, Any], chunks: int) -> None:
     assert_parity(item, chunked(item, chunks))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("loss", "early"),
     [("mean", True), ("sum", True), ("in double", True), ("uniform", True), ("smoothed", False)],
 )
-def test_one_number_scales_gradients_of_the_forward(loss: str, early: bool) -> None:
+def test_one_number_scales_gradients_of_the_forward(loss: str, early: bool, ranks: int) -> None:
     """The backward multiplies no matrices for the head, so it reads neither hidden nor weight."""
-    (graph,) = chunked(world(loss), 3)
+    graph, *_ = chunked(world(loss, ranks=ranks), 3)
     products = [n for n in graph.calls() if n.target is torch.ops.aten.mm.default]
     of_head = [
         n for n in products if any(WORDS in t.shape for x in (n, *operands(n)) for t in tensors(x))
@@ -135,14 +136,14 @@ def test_order_of_operators() -> None:
 f mm_default
 f _log_softmax_default
 f nll_loss_forward_default
-f nll_loss_backward_default
+f nll_loss_backward_default_1
 f _log_softmax_backward_data_default
 f mm_default_1
 f mm_default_2
 f mm_default_3
 f _log_softmax_default_1
 f nll_loss_forward_default_1
-f nll_loss_backward_default_1
+f nll_loss_backward_default_2
 f _log_softmax_backward_data_default_1
 f mm_default_4
 f mm_default_5
