@@ -117,7 +117,7 @@ def _sum_of_losses(graph: fx.Graph, node: fx.Node) -> None:
 def _sum_of_gradients(graph: fx.Graph, node: fx.Node) -> None:
     each, log, target, weights, reduction, ignored, total = node.args
     assert isinstance(total, fx.Node)
-    if weights is not None or tensors(node)[0].dtype == torch.float16:
+    if tensors(node)[0].dtype == torch.float16 or (reduction == MEAN and weights is not None):
         return  # a target of weight 0 has the gradient 0 / 0 where there is no other
     with graph.inserting_before(node):
         if reduction == MEAN:

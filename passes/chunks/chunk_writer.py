@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,15 +33,11 @@ def write_chunks(graph: TrainingGraph, region: Region, chunks: int) -> None:
     joined: dict[fx.Node, fx.Node] = {}
     again = _computed_again(region)
     for nodes in (region.forward, region.backward):
-        end = nodes[-1].next
-        moved = list(_readers_between(nodes, end))
         writer = _Writer(graph.graph, region, nodes[0], joined)
-        with graph.graph.inserting_before(end):
-            prefix = again if nodes is region.backward else ()
-            wanted = _read_outside(region, nodes, again)
+        prefix = again if nodes is region.backward else ()
+        wanted = _read_outside(region, nodes, again)
+        with _inserting_behind(graph.graph, nodes):
             joined |= writer.write([*prefix, *nodes], bounds, wanted)
-        for node in moved:
-            end.prepend(node)
     _replace(graph.graph, region, joined)
 
 
@@ -51,36 +48,32 @@ def write_chunks_early(
 
     The backward multiplies these by the number that scales them.
     """
-    bounds, end = _bounds(region, chunks), region.forward[-1].next
-    moved = list(_readers_between(region.forward, end))
-    own = {*region.forward, *region.backward}
-    wanted = [
-        node
-        for node in (*region.forward, *region.backward)
-        if region.carried[node] is not None
-        and node not in region.wide
-        and any(user not in own for user in node.users)
-    ]
-    with graph.graph.inserting_before(end):
-        writer = _Writer(graph.graph, region, region.forward[0], {})
+    both = (*region.forward, *region.backward)
+    wanted = _read_outside(region, both, ())
+    writer = _Writer(graph.graph, region, region.forward[0], {})
+    with _inserting_behind(graph.graph, region.forward):
         writer.joined[early.scale] = writer.one(early.scale)
         for node in early.inputs:
             writer.joined[node] = writer.copied(node)
-        joined = writer.write([*region.forward, *region.backward], bounds, wanted)
-    for node in moved:
-        end.prepend(node)
-    late = region.backward[-1].next
-    moved = list(_readers_between(region.backward, late))
-    with graph.graph.inserting_before(late):
-        for node in wanted:
-            if node in early.scaled:
-                joined[node] = call(graph.graph, node, aten.mul.Tensor, joined[node], early.scale)
-    for node in moved:
-        late.prepend(node)
+        joined = writer.write(both, _bounds(region, chunks), wanted)
+    with _inserting_behind(graph.graph, region.backward):
+        for node in filter(early.scaled.__contains__, wanted):
+            joined[node] = call(graph.graph, node, aten.mul.Tensor, joined[node], early.scale)
     _replace(graph.graph, region, joined)
     for node in reversed(early.inputs):
         if not node.users:
             graph.graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def _inserting_behind(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Iterator[None]:
+    """Inserts behind nodes; what reads them in between moves behind what is inserted."""
+    end = nodes[-1].next
+    moved = list(_readers_between(nodes, end))
+    with graph.inserting_before(end):
+        yield
+    for node in moved:
+        end.prepend(node)
 
 
 def _bounds(region: Region, chunks: int) -> list[tuple[int, int]]:
@@ -114,7 +107,7 @@ def _computed_again(region: Region) -> list[fx.Node]:
 def _read_outside(
     region: Region, nodes: Sequence[fx.Node], again: Iterable[fx.Node]
 ) -> list[fx.Node]:
-    """Narrow values of one half that others read, or the backward's copies of operators."""
+    """Narrow values that others read, or the backward's copies of operators."""
     own = set(nodes).difference(again)
     return [
         node

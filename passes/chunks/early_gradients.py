@@ -20,8 +20,6 @@ from autopar.passes.core.node_builder import aten
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.operators.partial_linear import linear_strategies
 
-SUM = 2
-
 FIRST = frozenset((aten.nll_loss_backward.default, aten._to_copy.default))
 """Further operators that are linear in their first tensor, the second one but for rounding."""
 
@@ -88,7 +86,7 @@ def _are_ready(region: Region, inputs: set[fx.Node], order: Sequence[fx.Node]) -
             late.add(node)
     for node, operand in _reads(region, inputs):
         if operand in own and node not in inputs:
-            if region.carried[operand] == "sum" and not _ignores(node, operand):
+            if region.carried[operand] == "sum":
                 return False  # each chunk has a part of it alone
         elif operand.meta["phase"] == "forward" and (operand in late or position[operand] > last):
             return False
@@ -101,12 +99,6 @@ def _reads(region: Region, inputs: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.N
         for operand in node.all_input_nodes:
             if operand not in own:
                 yield node, operand
-
-
-def _ignores(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether an operator takes a number that does not count: the weight of all targets."""
-    is_sum = node.target is aten.nll_loss_backward.default and node.args[4] == SUM
-    return bool(is_sum and operand is node.args[6] and operand not in node.args[:6])
 
 
 def _is_linear(node: fx.Node, dependent: Sequence[bool]) -> bool:
