@@ -64,11 +64,11 @@ def v_schedule(schedule: str, ranks: int, micro_batches: int) -> list[list[tuple
         pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=micro_batches
     )
     each = (kind[schedule]._calculate_single_rank_operations(sizes, rank) for rank in range(ranks))
-    found = []
+    orders = []
     for order in each:
         flat = (part for a in order if a is not None for part in a.sub_actions or (a,))
-        found.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat])
-    return found
+        orders.append([(a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat])
+    return orders
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ from autopar.operators.registration import register
 aten = torch.ops.aten
 
 Part = Literal["whole", "early", "late"]
-"""What a block computes: all of it, all queries on the first half of the keys, or the second half
-of the queries on all keys."""
+"""Part that a block computes: all of it, all queries on the first half of the keys, or the second
+half of the queries on all keys."""
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _CALL = "bool is_causal=False, str part='whole', float? scale=None"
@@ -79,8 +79,8 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     rows, keys = _halved(query, key, part)
     inside = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-    found, statistics = _forward(*inside, is_causal, scale)
-    out = _placed(found, query, rows)
+    result, statistics = _forward(*inside, is_causal, scale)
+    out = _placed(result, query, rows)
     if not rows.start:
         return out, statistics.contiguous()
     logsumexp = statistics.new_full(query.shape[:3], -math.inf)
@@ -102,8 +102,8 @@ def _run_backward(
     rows, keys = _halved(query, key, part)
     grad_out, out, logsumexp = (t[:, :, rows] for t in (grad_out, out, logsumexp))
     inside = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-    found = _backward(grad_out, *inside, out, logsumexp, is_causal, scale)
-    of_query, of_key, of_value = found
+    gradients = _backward(grad_out, *inside, out, logsumexp, is_causal, scale)
+    of_query, of_key, of_value = gradients
     return (
         _placed(of_query, query, rows),
         _placed(of_key, key, keys),
@@ -116,11 +116,11 @@ def _placed(part: Tensor, like: Tensor, rows: slice) -> Tensor:
     is_whole = rows.stop - rows.start == like.shape[2] and part.dtype == like.dtype
     if is_whole and part.transpose(1, 2).is_contiguous():
         return part
-    whole = heads_last(like, part.shape[3])
-    whole[:, :, : rows.start] = 0
-    whole[:, :, rows.stop :] = 0
-    whole[:, :, rows] = part
-    return whole
+    padded = heads_last(like, part.shape[3])
+    padded[:, :, : rows.start] = 0
+    padded[:, :, rows.stop :] = 0
+    padded[:, :, rows] = part
+    return padded
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *call: Any, **options: Any) -> Any:
@@ -193,22 +193,22 @@ def _backward(
     match kernel:
         case "cpu":
             cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = cpu(*call, out, statistics, 0.0, is_causal, scale=scale)
+            grads = cpu(*call, out, statistics, 0.0, is_causal, scale=scale)
         case "flash":
             flash = aten._scaled_dot_product_flash_attention_backward
             sizes = (None, None, query.shape[2], keys.shape[2])
             state = (seed, offset)
-            found = flash(*call, out, statistics, *sizes, 0.0, is_causal, *state, scale=scale)
+            grads = flash(*call, out, statistics, *sizes, 0.0, is_causal, *state, scale=scale)
         case "efficient":
             efficient = aten._scaled_dot_product_efficient_attention_backward
             missing = -query.shape[2] % _LSE_ROWS
             padded = torch.nn.functional.pad(statistics, (0, missing), value=math.inf)
             state, mask = (offset, offset), [True, True, True, False]
-            found = efficient(*call, None, out, padded, *state, 0.0, mask, is_causal, scale=scale)
+            grads = efficient(*call, None, out, padded, *state, 0.0, mask, is_causal, scale=scale)
         case _:
             saved = (out, logsumexp)
-            found = _dense_backward(grad_out, query, keys, values, *saved, is_causal, scale)
-    of_query, of_key, of_value = found[:3]
+            grads = _dense_backward(grad_out, query, keys, values, *saved, is_causal, scale)
+    of_query, of_key, of_value = grads[:3]
     if grouped:
         of_key, of_value = each_key_head(of_key, key), each_key_head(of_value, value)
     return of_query, of_key, of_value

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.trace import Capture
 from autopar.errors import CaptureError
@@ -17,11 +15,9 @@ from autopar.plan.plan import Plan
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.border.outside_gradients import OutsideGradients
-from autopar.runtime.context import ExecutionContext, MakeStrategies
+from autopar.runtime.context import ExecutionContext
 from autopar.runtime.initialization.deferred import DeferredValues
-from autopar.runtime.options import Options
 from autopar.runtime.pipeline.executor import PipelineExecutor
-from autopar.runtime.rng import RandomStream
 from autopar.runtime.spmd.executor import SpmdExecutor
 from autopar.runtime.tracing.argument_values import ArgumentValues
 from autopar.runtime.tracing.retracing import Retracing
@@ -72,39 +68,19 @@ class Execution:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        parameters: Mapping[str, Any],
-        device: torch.device,
-        options: Options,
-        make_plan: MakePlan,
-        make_fallback: MakeFallback,
-        make_strategies: MakeStrategies,
+        cls, context: ExecutionContext, make_plan: MakePlan, make_fallback: MakeFallback
     ) -> Execution:
         """The execution of a model that has no plan yet."""
-        stream = RandomStream(options, device)
-        context = ExecutionContext(
-            model, dict(parameters), device, options, stream, make_strategies
-        )
-        protocol = Protocol.of(model)
+        protocol = Protocol.of(context.model)
         if protocol is not None:
             context.turn = protocol.channel.turn
         return cls(context, protocol, make_plan, make_fallback)
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan; None until the first call if there were no example inputs."""
-        return self.context.plan
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of the plan; None without one, and for one rank."""
-        return self.context.mesh
-
     def start(self) -> None:
         """Makes the executor of the plan."""
-        if self.plan is not None:
-            kind = SpmdExecutor if self.plan.pipeline is None else PipelineExecutor
+        plan = self.context.plan
+        if plan is not None:
+            kind = SpmdExecutor if plan.pipeline is None else PipelineExecutor
             self.executor = kind(self.context)
 
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> Execution:

@@ -88,19 +88,21 @@ class PlannedModule(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(model, table)
         self.training = model.training
-        self._execution = Execution.of(
-            model, parameters, device, options, make_plan, make_fallback, make_strategies
+        stream = RandomStream(options, device)
+        context = ExecutionContext(
+            model, dict(parameters), device, options, stream, make_strategies
         )
+        self._execution = Execution.of(context, make_plan, make_fallback)
 
     @property
     def plan(self) -> Plan | None:
         """The plan; None until the first call if there were no example inputs."""
-        return self._execution.plan
+        return self._context.plan
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of the plan; None without one, and for one rank."""
-        return self._execution.mesh
+        return self._context.mesh
 
     @property
     def _context(self) -> ExecutionContext:

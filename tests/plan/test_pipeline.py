@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline lie, and how many of them a rank has."""
+"""Stages of a pipeline: on which ranks they lie, and how many of them a rank has."""
 
 import re
 from pathlib import Path

@@ -38,7 +38,7 @@ class MostRanks:
 
     @staticmethod
     def of(problem: PlanningProblem, ranks_per_node: int) -> MostRanks:
-        """Those of a model in a world of nodes."""
+        """Most ranks of a model in a world of nodes."""
         world_size = problem.world_size
         near = world_size if world_size <= SMALL_WORLD else ranks_per_node
         experts = experts_of(problem.parameters.values())

@@ -11,7 +11,7 @@ import torch
 from autopar._torch import hide_saved_tensors_hooks
 
 Cast = torch.dtype | Literal[False]
-"""What autocast casts to, False if it is off."""
+"""The dtype that autocast casts to, False if it is off."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Where attention goes by a ring, at the prices of the shipped H100 node."""
+"""Ring attention in plans: where it is chosen, at the prices of the shipped H100 node."""
 
 from dataclasses import replace
 
@@ -75,7 +75,7 @@ def test_a_ring_is_taken_where_memory_is_short() -> None:
 
 
 def test_calls_without_a_ring_go_as_before() -> None:
-    """Of two chunks for each rank, 8190 rows do not consist."""
+    """8190 rows are not two equal chunks for each rank."""
     _, own = chosen(block(4, 8190), 4, True)
     assert {each.lowering for each in own} == {""}
 
@@ -91,7 +91,7 @@ def test_bytes_alone_choose_a_ring_only_if_asked(ring: bool | None) -> None:
 
 @pytest.mark.parametrize("slower", [1e-3, 1e3])
 def test_messages_hide_behind_blocks(slower: float) -> None:
-    """Of whole attention over n ranks: a block, then n - 1 times a block or a message."""
+    """A ring of n ranks takes a block, then n - 1 times a block or a message."""
     node = next(n for n in block(4, 8192, causal=False).calls() if n.target is attention)
     op_strategy = replace(split_loop(*ring_loops(Operator.of(node))), lowering=RING)
     cluster, ranks = Cluster.named("dgx-h100"), 4

@@ -37,10 +37,10 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 def train(model: Any, *, with_scores: bool) -> dict[str, Tensor]:
     """Steps of two calls under autocast each, whose backwards run outside of it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    is_compiled = hasattr(model, "no_sync")
     for step in range(2):
         for part in range(2):
-            holds = part == 0 and hasattr(model, "no_sync")
-            with model.no_sync() if holds else contextlib.nullcontext():
+            with model.no_sync() if part == 0 and is_compiled else contextlib.nullcontext():
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     loss, scores = model(*batch(2 * step + part))
                 if with_scores and part == 1:
@@ -48,11 +48,7 @@ def train(model: Any, *, with_scores: bool) -> dict[str, Tensor]:
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole_state(model) if holds_plan(model) else model.state_dict()
-
-
-def holds_plan(model: Any) -> bool:
-    return hasattr(model, "data_parallel_size")
+    return whole_state(model) if is_compiled else model.state_dict()
 
 
 def train_on_rank(rank: int, world_size: int, **options: Any) -> list[dict[str, Tensor]]:

@@ -106,7 +106,7 @@ def test_programs_of_ranks_differ_in_numbers_only(is_causal: bool) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_two_shards_of_keys_and_values_are_there_at_once(ranks: int) -> None:
-    """What arrives is passed on and read, and then free: memory does not grow with the ranks."""
+    """Keys and values that arrive are passed on and freed: memory does not grow with ranks."""
     forward, _ = both(*draw(24, 24, (2, 2), (8, 8), torch.float64), 0.0, False)
     op_strategy = ring(forward, ranks)
     assert op_strategy is not None
