@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autopar.capture.provenance import block_of
-from autopar.errors import ModelError
+from autopar.errors import ModelError, StrategyError
 from autopar.ir.graph import ParameterInfo
 
 
@@ -55,7 +55,14 @@ def device_of(model: nn.Module, wanted: str | torch.device | None = None) -> tor
     """The device of a run: the one wanted, else that of the parameters.
 
     Meta models run on this process's GPU, or on the CPU if a running process group has gloo alone.
+
+    Raises:
+        StrategyError: it is to be a GPU, and this process has none.
     """
+    if wanted is not None and torch.device(wanted).type == "cuda" and not torch.cuda.is_available():
+        raise StrategyError(
+            f"device={str(wanted)!r}, but torch finds no GPU: leave device out to train on the CPU"
+        )
     tensors: list[torch.Tensor] = [*model.parameters()]
     tensors = tensors or [*model.buffers()]
     real = (tensor.device for tensor in tensors if tensor.device.type != "meta")

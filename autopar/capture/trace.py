@@ -428,6 +428,10 @@ def _explained(model: nn.Module) -> Iterator[None]:
             advice += " For values of an integer argument, name it in static= of autopar.compile."
         elif isinstance(error, _torch.DynamicOutputShapeException):
             reason = f"the shape of a result depends on values ({reason})"
+            advice = (
+                "Compute on all elements, and leave out by torch.where(mask, x, 0). "
+                "Experts: docs/strategies.md#experts."
+            )
         raise CaptureError(
             f"cannot capture {type(model).__name__}{where}: {reason}. {advice}"
         ) from error

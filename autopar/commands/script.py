@@ -56,19 +56,26 @@ def load(script: str, arguments: Sequence[str] = ()) -> tuple[Any, Any]:
 def has_make(script: str) -> bool:
     """Whether a script has the function that `load` calls, by its source.
 
-    A module, or a file that imports names with `*`, counts as one that has it.
+    A module counts as one that has it, and so does a file that imports `*` from a module elsewhere.
     """
     source, _ = _parts(script)
     if source != script or not os.path.isfile(source):
         return True
-    return bool(_names_of(ast.parse(Path(source).read_bytes(), source)) & {"make", "*"})
+    return bool(_names_of(Path(source), visited=set()) & {"make", "*"})
 
 
-def _names_of(module: ast.Module) -> set[str]:
-    """Names that a module's own statements define or import."""
+def _names_of(file: Path, visited: set[Path]) -> set[str]:
+    """Names that the statements of a file define or import; "*" for those of files elsewhere."""
     names = set[str]()
-    for statement in module.body:
+    visited.add(file)
+    for statement in ast.parse(file.read_bytes(), str(file)).body:
         match statement:
+            case ast.ImportFrom(module=str(name), names=[ast.alias(name="*")]):
+                beside = file.parent / f"{name.replace('.', '/')}.py"
+                if not beside.is_file():
+                    names.add("*")
+                elif beside not in visited:
+                    names |= _names_of(beside, visited)
             case ast.FunctionDef(name=name):
                 names.add(name)
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):

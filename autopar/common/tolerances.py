@@ -26,7 +26,7 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
     difference = differences(actual, expected).norm().item()
     if difference == 0.0:
         return 0.0
-    two = _numbers(expected)
+    two = real_numbers(expected)
     scale = torch.where(two.isfinite(), two, 0.0).norm().item()
     error = difference / scale if scale else difference
     return error if error == error else float("inf")
@@ -37,11 +37,12 @@ def differences(actual: Tensor, expected: Tensor) -> Tensor:
 
     A complex number counts as two.
     """
-    one, two = _numbers(actual), _numbers(expected)
+    one, two = real_numbers(actual), real_numbers(expected)
     equal = (one == two) | (one.isnan() & two.isnan())
     return torch.where(equal, 0.0, one - two)
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def real_numbers(tensor: Tensor) -> Tensor:
+    """A tensor's numbers in float64; a complex one has a further dim of size 2."""
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return parts.detach().double()

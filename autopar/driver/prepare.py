@@ -47,8 +47,8 @@ def take_over(model: nn.Module) -> Mapping[str, ParameterInfo]:
     assert_same_across_ranks(versions(), "Install the same versions on every rank.")
     try:
         assert_same_across_ranks({"model": described}, "Build the same model on every rank.")
-    except DisagreementError as error:  # of all ranks at once
-        raise DisagreementError(_first_difference(model)) from error
+    except DisagreementError:  # of all ranks at once
+        raise DisagreementError(_first_difference(model)) from None  # it says all, and more
     assert_same_across_ranks(
         {"set of passes": pass_settings()},
         f"Set {DISABLE} and register passes alike on every rank.",

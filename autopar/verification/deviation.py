@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.common.tolerances import differences
+from autopar.common.tolerances import differences, real_numbers
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 
 KINDS = ("loss", "gradient", "parameter", "buffer")
 """Kinds of tensors in the order of a step."""
+
+LEFT_OUT = (
+    "elements whose gradients are mere rounding, which AdamW turns into whole steps, were not "
+    "compared after those steps: some of {names}"
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,8 @@ class Comparison:
         eps: machine epsilon of the dtype, for the floor of norms.
         first: earliest deviation beyond the tolerance.
         missing: names of tensors that this rank does not have, by kind and step.
+        rounding: elements of a parameter whose gradients were mere rounding in some step, by name.
+        left_out: names of the parameters whose such elements were not compared.
     """
 
     tolerance: float
@@ -133,6 +140,8 @@ class Comparison:
     worst: dict[str, Deviation] = field(default_factory=dict)
     first: Deviation | None = None
     missing: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    rounding: dict[str, Tensor] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
 
     def add(
         self, kind: str, step: int, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
@@ -145,23 +154,49 @@ class Comparison:
         floor = rounding * (max(largest, 1.0) if kind == "loss" else largest)
         self.missing[kind, step] = set(expected) - set(actual)
         for name, value in actual.items():
-            known = name in expected
-            error, index = _difference(value, expected[name], floor) if known else (math.inf, ())
+            error: float = math.inf
+            index: tuple[int, ...] = ()
+            if name in expected:
+                error, index = _difference(value, expected[name], floor)
+                if kind == "parameter" and self.tolerance < error and name in self.rounding:
+                    error, index = _difference(value, expected[name], floor, self.rounding[name])
+                    self.left_out.add(name)
+                if kind == "gradient" and error <= self.tolerance:
+                    self._note_rounding(name, value, expected[name])
             self._record(Deviation(kind, name, error, step, index))
+
+    def _note_rounding(self, name: str, actual: Tensor, expected: Tensor) -> None:
+        """Keeps the elements that differ though the gradient agrees as a whole.
+
+        AdamW divides a gradient by its size. So it turns the rounding of an element whose true
+        gradient is zero, such as that of a key's bias, into a step of full length.
+        """
+        noisy = differences(actual, expected).abs() > self.tolerance * real_numbers(expected).abs()
+        if noisy.any():
+            before = self.rounding.get(name)
+            self.rounding[name] = noisy if before is None else before | noisy
 
     def everywhere(self) -> dict[str, Deviation]:
         """The worst deviation of each kind over all ranks; all ranks call this at once."""
-        local = [*self.worst.values(), *([self.first] if self.first else [])], self.missing
+        own = [*self.worst.values(), *([self.first] if self.first else [])]
+        local = own, self.missing, self.left_out
         found = gather_objects(local) if is_multi_rank() else [local]
-        for deviations, _ in found:
+        for deviations, _, left_out in found:
+            self.left_out |= left_out
             for deviation in deviations:
                 self._record(deviation)
         for (kind, step), names in self.missing.items():
             # A pipeline rank lacks the tensors of other stages: only what no rank has is missing.
-            nowhere = names.intersection(*(missing[kind, step] for _, missing in found))
+            nowhere = names.intersection(*(missing[kind, step] for _, missing, _ in found))
             for name in sorted(nowhere):
                 self._record(Deviation(kind, name, math.inf, step))
         return self.worst
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Names of what was left out, in words."""
+        names = ", ".join(sorted(self.left_out))
+        return (LEFT_OUT.format(names=names),) if names else ()
 
     def _record(self, deviation: Deviation) -> None:
         known = self.worst.get(deviation.kind)
@@ -176,10 +211,18 @@ def _order(deviation: Deviation) -> tuple[int, int, float]:
     return deviation.step, KINDS.index(deviation.kind), -deviation.error
 
 
-def _difference(actual: Tensor, expected: Tensor, floor: float) -> tuple[float, tuple[int, ...]]:
+def _difference(
+    actual: Tensor, expected: Tensor, floor: float, left_out: Tensor | None = None
+) -> tuple[float, tuple[int, ...]]:
+    """Norm of the difference over that of `expected`, and where they differ most.
+
+    Elements of the mask `left_out` do not count.
+    """
     if actual.shape != expected.shape:
         return math.inf, ()
     difference = differences(actual, expected).abs()
+    if left_out is not None:
+        difference = difference.masked_fill(left_out, 0.0)
     worst = difference.max().item() if difference.numel() else 0.0
     if worst == 0.0:
         return 0.0, ()

@@ -75,7 +75,7 @@ def compare_runs(compiled: Path, plain: Path, tolerance: float | None = None) ->
         summary.ranks,
         comparison.first,
         tuple(dict.fromkeys((*summary.draws, *reference.draws))),
-        (*notes, *summary.notes),
+        (*notes, *comparison.notes, *summary.notes),
     )
 
 

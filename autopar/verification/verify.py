@@ -248,7 +248,7 @@ def _compare_steps(
         _world_size(),
         comparison.first,
         tuple(plain_draws.names),
-        (*notes, *known_differences(parallel)),
+        (*notes, *comparison.notes, *known_differences(parallel)),
     )
 
 

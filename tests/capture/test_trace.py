@@ -338,6 +338,8 @@ def test_an_error_names_the_users_line(name: str) -> None:
     advice = "Express it with tensor operations (torch.where, masks)."
     if reason == PYTHON:
         advice += " For values of an integer argument, name it in static= of autopar.compile."
+    if reason == SHAPE:
+        advice = "torch.where(mask, x, 0). Experts: docs/strategies.md#experts."
     assert message.endswith(advice)
 
 

@@ -153,6 +153,12 @@ def test_meta_models_go_to_the_gpu_of_their_process(
     assert device_of(nn.Linear(2, 2)) == torch.device("cpu")
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StrategyError, match="device='cuda:1', but torch finds no GPU"):
+        device_of(nn.Linear(2, 2), "cuda:1")
+
+
 def test_as_many_processes_as_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert default_processes() == 3

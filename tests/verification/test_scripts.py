@@ -184,12 +184,14 @@ def test_a_script_without_a_step_of_a_compiled_model(
         ("def make(): ...", True),
         ("from models import gpt as make", True),
         ("from models import *", True),
+        ("from helpers import *", False),
         ("if True:\n    print('def make(): ...')", False),
     ],
 )
 def test_which_scripts_have_make(source: str, expected: bool, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(source))
+    (tmp_path / "helpers.py").write_text("from script import *\ndef train(): ...\n")
     assert has_make(str(path)) is expected
 
 

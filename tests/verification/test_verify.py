@@ -134,6 +134,18 @@ def test_a_broken_plan_fails_by_the_right_tensor(
     assert {kind, *others} <= bad
 
 
+def test_rounding_that_an_optimizer_makes_larger_is_no_deviation() -> None:
+    gradient = torch.tensor([1.0, 1e-9])
+    compared = Comparison(1e-5, torch.finfo(torch.float32).eps)
+    compared.add("gradient", 1, {"bias": gradient + torch.tensor([0.0, 2e-9])}, {"bias": gradient})
+    parameter = torch.ones(2)
+    compared.add("parameter", 1, {"bias": torch.tensor([1.0, 1.1])}, {"bias": parameter})
+    assert compared.first is None
+    assert "some of bias" in compared.notes[0]
+    compared.add("parameter", 2, {"bias": torch.tensor([1.1, 1.1])}, {"bias": parameter})
+    assert compared.first == Deviation("parameter", "bias", compared.first.error, 2, (0,))
+
+
 class Ragged(Branching):
     """A mean over labels that are not ignored, of which ranks have unlike numbers."""
 

@@ -121,9 +121,9 @@ def describe_entry(
     here, there = told[rank], told[base]
     if isinstance(here, dict) and isinstance(there, dict):
         here, there = _first_difference(here, there)
+    values = f": {here} on rank {rank}, {there} on rank {base}" if here != there else ""
     return (
-        f"rank(s) {list(odd)} {entry.name} than rank {base}: {here} on rank {rank}, "
-        f"{there} on rank {base} (each {event}). {entry.advice}"
+        f"rank(s) {list(odd)} {entry.name} than rank {base}{values} (each {event}). {entry.advice}"
     )
 
 

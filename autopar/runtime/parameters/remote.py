@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autopar._torch import pytree, without_subclasses
 from autopar.errors import AutoparError, StrategyError
-from autopar.runtime.parameters.shapes_alone import META, ShapesAlone
+from autopar.runtime.parameters.shapes_alone import META, ShapesAlone, ValueNeededError
 from autopar.runtime.parameters.sharded import ShardedTensor
 
 _INTERNALS = ("torch.", "autopar.")
@@ -224,9 +224,11 @@ def _run(func: Any, args: Any, kwargs: Any, like: _Remote) -> Any:
     try:
         with without_subclasses(), ShapesAlone(like.origin.device):
             result = func(*args, **kwargs)
-    # Some errors of autopar are ValueErrors, which the next clause would replace.
+    # Some errors of autopar are ValueErrors, which the last clause would replace.
     except AutoparError:
         raise
+    except ValueNeededError:
+        raise _error(like) from None
     except (RuntimeError, TypeError, ValueError) as error:  # torch's, where it needs values
         raise _error(like) from error
     is_property = name in ("__get__", "__set__")
