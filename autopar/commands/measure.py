@@ -28,6 +28,7 @@ from autopar.cost_model.measurement.host_copy_bench import measure_host
 from autopar.cost_model.measurement.measure import DTYPES, SIZES, measure
 from autopar.cost_model.measurement.sampling import ReportProgress
 from autopar.cost_model.measurement.storage_bench import measure_storage
+from autopar.elastic.launchers import adopt_launcher
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.start import ensure_process_group
@@ -83,6 +84,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 def run(options: argparse.Namespace) -> int:
     """`autopar measure`."""
+    adopt_launcher()
     if "RANK" not in os.environ:
         return _launch(options)
     if options.nproc is not None:

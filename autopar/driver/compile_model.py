@@ -13,6 +13,7 @@ from autopar.cost_model.measurement.measure import measure
 from autopar.driver.build_module import build_module
 from autopar.driver.local_steps import build_groups
 from autopar.driver.plan_model import plan_model
+from autopar.elastic.launchers import adopt_launcher
 from autopar.environment import asks_for_plain, untested_torch
 from autopar.errors import AutoparWarning, StrategyError
 from autopar.options import CompileOptions
@@ -31,6 +32,7 @@ def compile_model(model: nn.Module, options: CompileOptions) -> DistributedModul
         warn_once(AutoparWarning, text)
     if asks_for_plain():
         options = options.in_plain_torch()
+    adopt_launcher()
     device = device_of(model, options.device)
     ranks = ensure_process_group(device, options.world_size, options.timeout_s)
     fixed = options.fixed

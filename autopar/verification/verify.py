@@ -26,6 +26,7 @@ from autopar.common.tolerances import TOLERANCES
 from autopar.common.world import rank
 from autopar.cost_model.memory.optimizer_memory import Optimizer, make_optimizer
 from autopar.driver.compile_model import compile_model
+from autopar.elastic.launchers import adopt_launcher
 from autopar.errors import FallbackWarning, StrategyError, VerificationError
 from autopar.formatting import printable
 from autopar.options import CompileOptions
@@ -64,6 +65,7 @@ def compare_training(
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
+        adopt_launcher()
         device = device_of(model, options.device)
         ensure_process_group(device, options.world_size, options.timeout_s)
         plain = copy.deepcopy(model)
