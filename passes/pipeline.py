@@ -128,7 +128,7 @@ def build_stage_pipeline(
         passes.append(CastBeforeReduce())
     replicated = [item for item in decisions.partitions if item.zero]
     passes += (
-        ShardReplicated(item.axis, coordinate[item.axis], decisions.zero_stages, item.zero)
+        ShardReplicated(item.axis, coordinate[item.axis], decisions.zero_stages, item.zero_dims)
         for item in replicated
     )
     passes += (BucketTpGradients(item.axis, item.bucket_bytes) for item in decisions.partitions)

@@ -16,7 +16,7 @@ from autopar.commands.progress import progress_bar
 from autopar.commands.script import MAKE, load
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import StrategyError
-from autopar.ir.placement import placement_of
+from autopar.ir.placement import Placement
 from autopar.plan.pipeline import SCHEDULES
 from autopar.plan.plan import Plan
 from autopar.plan.strategy import MESH, Strategy
@@ -161,7 +161,7 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
         fields["zero"] = {block: int(stage) for block, stage in _pairs("--zero", options.zero)}
     if options.pin:
         pins = _pairs("--pin", options.pin)
-        fields["placements"] = {name: placement_of(text) for name, text in pins}
+        fields["placements"] = {name: Placement.of(text) for name, text in pins}
     if options.split_points:
         fields["split_points"] = tuple(options.split_points.split(","))
     return replace(found, **fields)

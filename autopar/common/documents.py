@@ -7,6 +7,7 @@ error names the file, the path of the field and its value.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -28,6 +29,16 @@ Amount = Annotated[float, msgspec.Meta(ge=0.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e-6, le=1e12)]  # differences may round below zero
 Duration = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]
 Rate = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class Text:
+    """A value that documents hold as the text that it prints as."""
+
+    @classmethod
+    def of(cls, text: str) -> Text:
+        """The value that prints as `text`; raises ValueError if none does."""
+        raise NotImplementedError
+
 
 MAX_DEPTH = 32
 """Most levels of lists and objects in a document."""
@@ -72,6 +83,28 @@ def write_text(path: str | Path, text: str, error: type[AutoparError]) -> None:
         raise error(f"cannot write {path}: {reason}. Give another file.") from failure
 
 
+def as_text(value: Any) -> str:
+    """The JSON text of a dataclass, in one line."""
+
+    def plain(inner: Any) -> Any:
+        if isinstance(inner, Text):
+            return str(inner)
+        return {field.name: getattr(inner, field.name) for field in fields(inner)}
+
+    return json.dumps(value, default=plain)
+
+
+def parsed(kind: type[Text], text: Any) -> Text:
+    """The value of a class that prints as `text`; raises ValueError if none does."""
+    try:
+        value = kind.of(text) if isinstance(text, str) else None
+    except ValueError:
+        value = None
+    if value is None or str(value) != text:
+        raise ValueError(f"cannot be read as {kind.__name__}")
+    return value
+
+
 def read(
     document: Any,
     kind: type[T],
@@ -90,7 +123,7 @@ def read(
     """
     try:
         _check_plain(document)
-        value = msgspec.convert(document, kind)
+        value = msgspec.convert(document, kind, dec_hook=parsed)
         _check_known(document, value, "$")
         check(value)
     except FieldError as failure:

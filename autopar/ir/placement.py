@@ -8,9 +8,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autopar.common.documents import Text
+
+
+class Placement(Text):
+    """Part of a tensor that each rank holds along one mesh axis."""
+
+    @classmethod
+    def of(cls, text: str) -> Placement:
+        """The placement that prints as `text`.
+
+        Raises:
+            ValueError: No placement prints so.
+
+        >>> Placement.of("S(0, x3)")
+        Shard(dim=0, interleave=3)
+        """
+        kind, _, options = text.removesuffix(")").partition("(")
+        match kind, options.split(", ") if options else []:
+            case "R", []:
+                return Replicate()
+            case "V", []:
+                return Varying()
+            case "S", [dim] if dim.isdecimal():
+                return Shard(int(dim))
+            case "S", [dim, pieces] if dim.isdecimal() and pieces[1:].isdecimal():
+                return Shard(int(dim), int(pieces[1:]))
+            case "P", ["sum" | "max" as op]:
+                return Partial(op)
+        raise ValueError(f"{text!r} is no placement")
+
 
 @dataclass(frozen=True)
-class Replicate:
+class Replicate(Placement):
     """Every rank holds the whole tensor."""
 
     def __str__(self) -> str:
@@ -18,7 +48,7 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Placement):
     """Rank r holds the r-th chunk of `dim`.
 
     Chunks may be uneven if `interleave` is 1: their sizes are those of torch.chunk and DTensor.
@@ -37,7 +67,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Partial:
+class Partial(Placement):
     """The tensor is the reduction `op` ("sum" or "max") of the ranks' values."""
 
     op: str = "sum"
@@ -47,42 +77,15 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class Varying:
+class Varying(Placement):
     """Each rank holds a different value: its rows of the batch, or a result computed from them."""
 
     def __str__(self) -> str:
         return "V"
 
 
-Placement = Replicate | Shard | Partial | Varying
-
-
-def placement_of(text: str) -> Placement:
-    """The placement that prints as `text`.
-
-    Raises:
-        ValueError: No placement prints so.
-
-    >>> placement_of("S(0, x3)")
-    Shard(dim=0, interleave=3)
-    """
-    kind, *options = re.findall(r"\w+", text)
-    match kind, options:
-        case "R", []:
-            return Replicate()
-        case "V", []:
-            return Varying()
-        case "S", [dim]:
-            return Shard(int(dim))
-        case "S", [dim, pieces]:
-            return Shard(int(dim), int(pieces[1:]))
-        case "P", [op]:
-            return Partial(op)
-    raise ValueError(f"{text!r} is no placement")
-
-
 @dataclass(frozen=True)
-class OpStrategy:
+class OpStrategy(Text):
     """Placements of one operator along an axis.
 
     Attributes:
@@ -94,6 +97,20 @@ class OpStrategy:
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     lowering: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> OpStrategy:
+        """The strategy that prints as `text`.
+
+        Raises:
+            ValueError: No strategy prints so.
+        """
+        places, _, lowering = text.partition(" by ")
+        operands, results = (
+            tuple(map(Placement.of, re.split(r", (?=[A-Z])", side) if side else ()))
+            for side in places.split(" -> ")
+        )
+        return OpStrategy(operands, results, lowering)
 
     def __str__(self) -> str:
         text = f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from torch import nn
 
-from autopar.common.documents import Amount, Count, Positive, Ranks
+from autopar.common.documents import Amount, Count, Positive, Ranks, as_text
 from autopar.errors import PlanError
 from autopar.ir.graph import ParameterInfo
 from autopar.ir.mesh_levels import DATA_AXIS, Levels
+from autopar.ir.placement import Placement
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.outer import PlannedSteps
@@ -94,7 +94,7 @@ class Decisions:
     local_steps: PlannedSteps | None = None
     precision: str | None = None
     reduce_precision: str | None = None
-    placements: tuple[tuple[str, str], ...] = ()
+    placements: tuple[tuple[str, Placement], ...] = ()
     row_shares: tuple[Amount, ...] = ()
     changed: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
@@ -121,7 +121,7 @@ class Decisions:
         """Hash of all decisions; must be equal on all ranks."""
         # Only decisions count: ranks may do the same though their files predict otherwise.
         decisions = Decisions(**{each.name: getattr(self, each.name) for each in fields(Decisions)})
-        return hashlib.sha256(json.dumps(asdict(decisions)).encode()).hexdigest()[:16]
+        return hashlib.sha256(as_text(decisions).encode()).hexdigest()[:16]
 
 
 def check_plan(

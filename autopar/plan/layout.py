@@ -15,7 +15,7 @@ from autopar.ir.mesh_levels import (
     INTRA_NODE,
     level,
 )
-from autopar.ir.placement import Placement, Replicate, Shard, chunk_of, placement_of
+from autopar.ir.placement import Placement, Replicate, Shard, chunk_of
 from autopar.plan.decisions import Decisions
 from autopar.plan.partition import REPLICATED_OVER
 
@@ -80,8 +80,8 @@ class Layout:
     @property
     def zero_dims(self) -> tuple[tuple[str, int], ...]:
         """Parameters that ZeRO shards on another dim than 0, and that dim."""
-        placed = ((name, placement_of(text)) for name, text in self.decisions.placements)
-        return tuple((n, p.dim) for n, p in placed if isinstance(p, Shard) and p.dim)
+        placements = self.decisions.placements
+        return tuple((n, p.dim) for n, p in placements if isinstance(p, Shard) and p.dim)
 
     @property
     def storage(self) -> tuple[tuple[str, int], ...]:
@@ -127,7 +127,7 @@ class Layout:
         found: dict[str, Placement] = {p.axis: p.stored.get(name, whole) for p in partitions}
         if self.decisions.dp_size > 1 or not partitions:
             found |= dict.fromkeys(self.shard_order[len(partitions) :], whole)
-            found[self.shard_order[-1]] = placement_of(dict(self.decisions.placements)[name])
+            found[self.shard_order[-1]] = dict(self.decisions.placements)[name]
         return found
 
     @property

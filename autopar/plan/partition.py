@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import fx
 from autopar._torch import OpOverload
 from autopar.common.documents import Count, Positive, Ranks
 from autopar.ir.graph import TrainingGraph, elements, operands
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard, placement_of
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
 from autopar.ir.roles import Buffer, Input, Parameter
 from autopar.plan.buckets import BUCKET_BYTES
 
@@ -33,66 +32,74 @@ class Partition:
     Attributes:
         axis: name of the axis.
         ranks: size of the axis.
-        parameters: name and placement text of each parameter that operators read sharded.
+        parameters: name and placement of each parameter that operators read sharded.
         graph: `graph_hash` of the graph of `strategies`.
         rows: rows of the first rank's batch in that graph; 0 if the rank has all rows.
-        strategies: text of each strategy, and the names of its nodes.
+        strategies: each strategy, and the names of its nodes.
         bucket_bytes: bucket size of gradient sums along the axis, in bytes.
-        zero: name and placement text of each other parameter that ZeRO shards over the axis, and
-            that is gathered before its uses.
+        zero: name and shard of each other parameter that ZeRO shards over the axis, and that is
+            gathered before its uses.
     """
 
     axis: str
     ranks: Ranks
-    parameters: tuple[tuple[str, str], ...] = ()
+    parameters: tuple[tuple[str, Placement], ...] = ()
     graph: str = ""
     rows: Count = 0
-    strategies: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    strategies: tuple[tuple[OpStrategy, tuple[str, ...]], ...] = ()
     bucket_bytes: Positive = BUCKET_BYTES
-    zero: tuple[tuple[str, str], ...] = ()
+    zero: tuple[tuple[str, Placement], ...] = ()
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, op_strategies: NodeStrategies) -> Partition:
         """Partition with the given strategies of the first rank's graph."""
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         names = {n.name: r.name for n, r in roles.items() if isinstance(r, Parameter)}
-        table: dict[str, list[str]] = {}
+        table: dict[OpStrategy, list[str]] = {}
         for name, op_strategy in op_strategies:
-            table.setdefault(str(op_strategy), []).append(name)
+            table.setdefault(op_strategy, []).append(name)
         return Partition(
             axis,
             ranks,
             tuple(
-                (names[name], str(op_strategy.results[0]))
+                (names[name], op_strategy.results[0])
                 for name, op_strategy in op_strategies
                 if name in names
             ),
             graph=graph_hash(graph),
             rows=rows_of(graph),
-            strategies=tuple((text, tuple(nodes)) for text, nodes in table.items()),
+            strategies=tuple((own, tuple(nodes)) for own, nodes in table.items()),
         )
 
     def lowers(self, name: str) -> bool:
         """Whether the custom lowering `name` writes some operator."""
-        return any(parse_op_strategy(text).lowering == name for text, _ in self.strategies)
+        return any(op_strategy.lowering == name for op_strategy, _ in self.strategies)
 
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
         """Strategies of the first rank's graph for `rows`; None if they are of another graph."""
         if (graph_hash(graph), rows) != (self.graph, self.rows):
             return None
-        return tuple(
-            (name, parse_op_strategy(text)) for text, names in self.strategies for name in names
-        )
+        return self.node_strategies
+
+    @property
+    def node_strategies(self) -> NodeStrategies:
+        """Strategies by the names of the nodes in the graph that was planned."""
+        return tuple((name, own) for own, names in self.strategies for name in names)
 
     @property
     def layouts(self) -> dict[str, Placement]:
         """Placement of each parameter that operators read sharded."""
-        return {name: placement_of(text) for name, text in self.parameters}
+        return dict(self.parameters)
 
     @property
     def stored(self) -> dict[str, Placement]:
         """Placement between steps of each sharded parameter."""
-        return {name: placement_of(text) for name, text in (*self.parameters, *self.zero)}
+        return dict((*self.parameters, *self.zero))
+
+    @property
+    def zero_dims(self) -> tuple[tuple[str, int], ...]:
+        """Name and dim of each parameter that ZeRO shards over the axis."""
+        return tuple((name, own.dim) for name, own in self.zero if isinstance(own, Shard))
 
 
 def by_node_name(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:
@@ -102,15 +109,6 @@ def by_node_name(op_strategies: Mapping[fx.Node, OpStrategy]) -> NodeStrategies:
         for node, own in op_strategies.items()
         if own.lowering or any(p != Replicate() for p in (*own.operands, *own.results))
     )
-
-
-def parse_op_strategy(text: str) -> OpStrategy:
-    """The strategy that prints as `text`."""
-    text, _, own = text.partition(" by ")
-    sides = text.partition("->")[::2]
-    found = (re.findall(r"[A-Z](?:\([^)]*\))?", side) for side in sides)
-    operands, results = (tuple(map(placement_of, side)) for side in found)
-    return OpStrategy(operands, results, own)
 
 
 def graph_hash(graph: TrainingGraph) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopar.common.checks import demand
-from autopar.common.documents import Amount, Count, Positive, load, write_text
+from autopar.common.documents import Amount, Count, Positive, as_text, load, write_text
 from autopar.errors import PlanError
 from autopar.formatting import printable
 from autopar.plan.decisions import Decisions
@@ -61,7 +61,7 @@ class Plan(Decisions):
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON can store."""
-        return json.loads(json.dumps(asdict(self)))
+        return json.loads(as_text(self))
 
     def to_json(self) -> str:
         """JSON text; equal plans give equal bytes."""

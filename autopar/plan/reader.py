@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autopar.common.checks import short_repr
-from autopar.common.documents import FieldError, read
+from autopar.common.documents import FieldError, parsed, read
 from autopar.cost_model.simulator.schedules import V_SCHEDULES
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import Replicate, Shard, placement_of
+from autopar.ir.placement import OpStrategy, Replicate, Shard
 from autopar.plan.compression import Compression
 from autopar.plan.layout import Layout
-from autopar.plan.partition import parse_op_strategy
 from autopar.plan.prediction import Prediction
 from autopar.plan.strategy import REDUCE_PRECISIONS
 from autopar.plan.upgrade import SCHEMA_VERSION, upgrade_schema_6
@@ -64,7 +63,37 @@ def read_plan(document: Any, kind: type[Plan], source: str) -> Plan:
     document = ADDED | document
     if missing := [f.name for f in fields(kind) if f.name not in document]:
         raise PlanError(f"{source}: $ lacks the field {missing[0]!r} of a plan. {AGAIN}")
+    try:
+        document["partitions"] = _with_strategies(document["partitions"])
+    except FieldError as failure:
+        raise PlanError(f"{source}: {failure}. {AGAIN}") from None
     return read(document, kind, source, PlanError, AGAIN, check)
+
+
+def _with_strategies(partitions: Any) -> Any:
+    """The partitions of a document with values in the place of the texts of their strategies."""
+    if not (isinstance(partitions, list) and all(isinstance(own, dict) for own in partitions)):
+        return partitions  # msgspec says what is wrong
+
+    # msgspec would read an OpStrategy, a dataclass, from an object only.
+    def strategy(row: Any, path: str) -> Any:
+        if not (isinstance(row, list) and row):
+            return row
+        try:
+            return [parsed(OpStrategy, row[0]), *row[1:]]
+        except ValueError as error:
+            raise FieldError(f"{path}[0]", f"is {short_repr(row[0])}: {error}") from error
+
+    def rows(own: dict[str, Any], path: str) -> Any:
+        table = own.get("strategies", [])
+        if not isinstance(table, list):
+            return table
+        return [strategy(row, f"{path}[{index}]") for index, row in enumerate(table)]
+
+    return [
+        own | {"strategies": rows(own, f"$.partitions[{index}].strategies")}
+        for index, own in enumerate(partitions)
+    ]
 
 
 def check(plan: Plan) -> None:
@@ -100,8 +129,6 @@ def _check_mesh(plan: Plan) -> None:
         path = f"$.partitions[{index}]"
         if own.axis not in MODEL_AXES or sizes.get(own.axis) != own.ranks:
             raise FieldError(path, f"is over {own.ranks} ranks of {own.axis!r}, $.mesh is not")
-        for at, (text, _) in enumerate(own.strategies):
-            _check_text(f"{path}.strategies[{at}][0]", text, parse_op_strategy)
     if missing := sizes.keys() & set(MODEL_AXES) - {own.axis for own in plan.partitions}:
         raise FieldError("$.partitions", f"lacks the axis {min(missing)!r} of $.mesh")
 
@@ -116,18 +143,17 @@ def _check_parameters(plan: Plan) -> None:
         placed[f"$.partitions[{index}].zero"] = own.zero
     for path, table in placed.items():
         _check_names(path, names, (name for name, _ in table))
-        for index, (_, text) in enumerate(table):
-            _check_text(f"{path}[{index}][1]", text, placement_of)
-            if not isinstance(placement_of(text), (Replicate, Shard)):
+        for index, (_, placement) in enumerate(table):
+            if not isinstance(placement, (Replicate, Shard)):
                 wanted = "a parameter is replicated, R, or sharded, as in S(0)"
-                raise FieldError(f"{path}[{index}][1]", f"is {text!r}: {wanted}")
+                raise FieldError(f"{path}[{index}][1]", f"is {str(placement)!r}: {wanted}")
     if missing := set(names).difference(name for name, _ in plan.placements):
         raise FieldError("$.placements", f"lacks {min(missing)!r} of $.parameter_bytes")
     if plan.row_shares and (len(plan.row_shares) != plan.dp_size or min(plan.row_shares) <= 0):
         raise FieldError("$.row_shares", f"must be {plan.dp_size} positive shares, or none")
     _check_unique("$.changed", plan.changed)
     _check_names("$.changed", names, plan.changed)
-    sharded = {name for table in placed.values() for name, text in table if text != "R"}
+    sharded = {n for table in placed.values() for n, p in table if isinstance(p, Shard)}
     if both := sharded.intersection(plan.changed):
         raise FieldError("$.changed", f"names {min(both)!r}, which is sharded elsewhere")
     if names and "" not in dict(plan.zero_stages):
@@ -217,16 +243,6 @@ def _check_names(path: str, known: Iterable[str], names: Iterable[str]) -> None:
     for index, name in enumerate(names):
         if name not in allowed:
             raise FieldError(f"{path}[{index}]", f"names {name!r}, which this plan does not know")
-
-
-def _check_text(path: str, text: str, parse: Callable[[str], object]) -> None:
-    """Raises FieldError unless a text is what its parsed value prints as."""
-    try:
-        same = str(parse(text)) == text
-    except ValueError:
-        same = False
-    if not same:
-        raise FieldError(path, f"is {text!r}, which cannot be read")
 
 
 def _check_method(path: str, text: str) -> None:

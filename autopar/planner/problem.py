@@ -20,6 +20,7 @@ from autopar.errors import StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import ParameterInfo, TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.ir.placement import Replicate
 from autopar.plan.decisions import fingerprint
 from autopar.plan.plan import Plan
 from autopar.plan.prediction import Prediction, RunnerUp, slower
@@ -190,7 +191,7 @@ class PlanningProblem:
             hybrid=self.is_hybrid,
             parameter_bytes=tuple((p.name, p.bytes) for p in self.parameters.values()),
             parameter_dtypes=tuple((str(d)[6:], size) for d, size in self.dtypes.most_common()),
-            placements=tuple((name, "R") for name in self.parameters),
+            placements=tuple((name, Replicate()) for name in self.parameters),
         )
 
     def cap_on(self, cluster: Cluster | None) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from autopar.formatting import duration, human_bytes
+from autopar.ir.placement import Placement, Replicate
 
 if TYPE_CHECKING:
     from autopar.plan.buckets import Buckets
@@ -91,9 +92,9 @@ def _compressions(before: Compressions, after: Compressions) -> str:
 def _partitions(before: Sequence[Partition], after: Sequence[Partition]) -> str:
     """Parameters with changed placements along each axis, or other differences."""
 
-    def whole(one: Partition, other: Partition) -> Iterable[tuple[str, str]]:
+    def whole(one: Partition, other: Partition) -> Iterable[tuple[str, Placement]]:
         both = (name for name, _ in (*one.parameters, *other.parameters))
-        return (dict.fromkeys(both, "R") | dict(one.parameters)).items()
+        return {name: one.layouts.get(name, Replicate()) for name in both}.items()
 
     first, second = ({own.axis: own for own in each} for each in (before, after))
     parts = []

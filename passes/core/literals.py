@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from autopar.common.documents import Text
 from autopar.errors import PassError
 
 Constructors = Mapping[str, Callable[..., Any]]
@@ -19,13 +20,18 @@ _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def constructors_in(annotations: Iterable[Any]) -> dict[str, type]:
-    """The dataclasses and enumerations that annotations name, and those of their fields."""
+    """The dataclasses and enumerations that annotations name, and those of their fields.
+
+    A class such as `Placement` stands for its subclasses, too.
+    """
     found: dict[str, type] = {}
     pending = list(annotations)
     while pending:
         annotation = pending.pop()
         pending += get_args(annotation)
         if isinstance(annotation, type) and annotation.__name__ not in found:
+            if issubclass(annotation, Text):
+                pending += annotation.__subclasses__()
             if is_dataclass(annotation):
                 pending += field_types(annotation)
             elif not issubclass(annotation, enum.Enum):

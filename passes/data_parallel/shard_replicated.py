@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Shard, chunk_of, placement_of
+from autopar.ir.placement import chunk_of
 from autopar.ir.roles import Gradient, OutputRole, Parameter
 from autopar.passes.core.collective_ops import (
     annotate,
@@ -39,7 +39,7 @@ IN_PLACE = frozenset({aten._to_copy.default, aten.clone.default})
 class ShardReplicated(Pass):
     """Shards parameters that a partitioned axis replicates over that axis.
 
-    Before: the parameters in `shards` are whole on every rank of the axis, and so are their
+    Before: the parameters in `dims` are whole on every rank of the axis, and so are their
     gradients. After: a rank has its chunk of both. A gather precedes the first use of each. Stage 3
     gathers again for the backward, as `ShardParameters` does. A sum of a gradient over the axis
     becomes a reduce-scatter, and of another gradient the chunk is kept. Tier: exact.
@@ -48,19 +48,19 @@ class ShardReplicated(Pass):
         axis: name of the mesh axis.
         rank: this rank's coordinate on the axis.
         stages: ZeRO stage of each block.
-        shards: name and placement of each parameter that is sharded.
+        dims: name and sharded dim of each parameter.
     """
 
     axis: str
     rank: int
     stages: tuple[tuple[str, int], ...]
-    shards: tuple[tuple[str, str], ...]
+    dims: tuple[tuple[str, int], ...]
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
         chunks = {
-            name: Chunk(placement.dim, self.axis, self.rank)
-            for name, placement in ((name, placement_of(text)) for name, text in self.shards)
-            if isinstance(placement, Shard) and name in graph.parameters
+            name: Chunk(dim, self.axis, self.rank)
+            for name, dim in self.dims
+            if name in graph.parameters
         }
         if not chunks:
             return PassResult(graph, "the graph has none of these parameters")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.ir.placement import Shard
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.partition import Partition
@@ -34,8 +35,8 @@ def test_blocks_that_changed_alike_are_said_once() -> None:
 
 
 def test_axes_and_stages() -> None:
-    tp = Partition("tp", 2, (("up.weight", "S(0)"),))
-    other = replace(tp, parameters=(("up.weight", "S(1)"), ("head.weight", "S(0)")))
+    tp = Partition("tp", 2, (("up.weight", Shard(0)),))
+    other = replace(tp, parameters=(("up.weight", Shard(1)), ("head.weight", Shard(0))))
     divided = replace(PLAN, mesh=(("dp", 2), ("tp", 2)), partitions=(tp,))
     assert lines(PLAN, divided) == [
         "mesh: dp 4 -> dp 2 x tp 2",

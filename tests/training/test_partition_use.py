@@ -114,7 +114,7 @@ def test_a_plan_of_another_constant_is_not_followed_blindly() -> None:
         strategy=fixed(0, tp=2),
         cluster=autopar.Cluster.default(2),
     )
-    strategies = dict.fromkeys(text for own in plan.partitions for text, _ in own.strategies)
+    strategies = {str(found) for own in plan.partitions for found, _ in own.strategies}
     assert "S(2) -> S(2)" in strategies
     run(follow_other_constant, 2, document=plan.to_dict(), timeout=300)
 

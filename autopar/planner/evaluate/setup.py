@@ -15,7 +15,7 @@ from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
 from autopar.cost_model.storage import FROM_HOST, TO_HOST, UNMEASURED, WRITE
 from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.placement import Shard, shard_dim
+from autopar.ir.placement import Placement, Replicate, Shard, shard_dim
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
@@ -96,11 +96,11 @@ class EvaluationSetup:
         ]
         partitions = shard_replicated(self.base.partitions, sharded)
         layout = Layout(replace(self.base, partitions=partitions))
-        placements = dict.fromkeys(self.parameters, "R")
+        placements: dict[str, Placement] = dict.fromkeys(self.parameters, Replicate())
         if self.base.dp_size > 1:
             for info in sharded:
                 shape = layout.model_parallel_shape(info)
-                placements[info.name] = str(Shard(shard_dim(shape, layout.shard_ranks)))
+                placements[info.name] = Shard(shard_dim(shape, layout.shard_ranks))
         return replace(
             self.base,
             partitions=tuple(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import Replicate, Shard, can_cut, shard_dim
+from autopar.ir.placement import Placement, Replicate, Shard, can_cut, shard_dim
 from autopar.passes.rules.local_args import local_shape
 from autopar.plan.partition import REPLICATED_OVER, Partition
 
@@ -20,7 +20,9 @@ def shard_replicated(
     divides best. A parameter of which some rank would get nothing stays whole along that axis.
     A dim that operators read divided along a later axis is left to that axis.
     """
-    shards: dict[str, list[tuple[str, str]]] = {partition.axis: [] for partition in partitions}
+    shards: dict[str, list[tuple[str, Placement]]] = {
+        partition.axis: [] for partition in partitions
+    }
     for info in parameters:
         shape = list(info.shape)
         for index, partition in enumerate(partitions):
@@ -33,6 +35,6 @@ def shard_replicated(
                 dim = shard_dim(free, partition.ranks)
                 if can_cut(free[dim], partition.ranks):
                     placement = Shard(dim)
-                    shards[partition.axis].append((info.name, str(placement)))
+                    shards[partition.axis].append((info.name, placement))
             shape = local_shape(shape, placement, partition.ranks)
     return tuple(replace(each, zero=tuple(shards[each.axis])) for each in partitions)

@@ -18,7 +18,7 @@ from autopar.passes.core.collective_ops import value_of
 from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps
-from autopar.plan.partition import NodeStrategies, Partition, by_node_name, parse_op_strategy
+from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.planner.placement.redistributions import readers
 from autopar.planner.placement.strategies import StrategyChoices, strategy_choices
 
@@ -27,9 +27,7 @@ Chosen = dict[fx.Node, OpStrategy]
 
 def follow(graph: TrainingGraph, partition: Partition) -> NodeStrategies | None:
     """Strategies of a graph that follow a partition; None if some operator cannot."""
-    planned = {
-        name: parse_op_strategy(text) for text, names in partition.strategies for name in names
-    }
+    planned = dict(partition.node_strategies)
     layouts = partition.layouts
     pins = {name: layouts.get(name, Replicate()) for name in graph.parameters}
     ring = None if partition.lowers(RING) else False

@@ -3,6 +3,7 @@
 from autopar.cost_model.simulator.exposure import Exposure
 from autopar.cost_model.simulator.streams import Event
 from autopar.ir.mesh_levels import Levels
+from autopar.ir.placement import OpStrategy, Replicate, Shard
 from autopar.plan.buckets import Buckets
 from autopar.plan.compression import Compressions
 from autopar.plan.overlap import Overlap
@@ -80,10 +81,15 @@ def example_plan() -> Plan:
         precision="bfloat16",
         reduce_precision="bfloat16",
         memory_cap=2**30,
-        placements=(("head.weight", "S(0)"), ("blocks.0.weight", "R")),
+        placements=(("head.weight", Shard(0)), ("blocks.0.weight", Replicate())),
         partitions=(
             Partition(
-                "tp", 2, (("head.weight", "S(1)"),), "abc", 4, (("R, S(0) -> P(sum)", ("mm",)),)
+                "tp",
+                2,
+                (("head.weight", Shard(1)),),
+                "abc",
+                4,
+                ((OpStrategy.of("R, S(0) -> P(sum)"), ("mm",)),),
             ),
         ),
         pipeline=Pipeline(2, "1f1b", 4, 1, (("head.weight", (1,)), ("blocks.0.weight", (0,))), 4),

@@ -5,7 +5,7 @@ from glob import escape
 import pytest
 import torch
 
-from autopar.ir.placement import Replicate, placement_of
+from autopar.ir.placement import Replicate
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import axis_of, kind_of, starts, tagged
 from autopar.passes.core.runner import run_passes
@@ -35,14 +35,16 @@ def test_ranks_equal_one_device(name: str, ranks: int, stage: int) -> None:
     strategies = partition_by_bytes(graph, ranks, pins)
     trained = [info for info in graph.parameters.values() if info.requires_grad]
     (cp,) = shard_replicated([Partition("cp", ranks)], trained)
-    shards = cp.zero
-    layouts = {name: placement_of(text) for name, text in shards}
+    layouts = dict(cp.zero)
     assert len(layouts) > len(trained) / 2
     stages = tuple((info.block, stage) for info in trained)
     graphs = [
         run_passes(
             graph,
-            [PartitionAxis(AXIS, rank, strategies), ShardReplicated(AXIS, rank, stages, shards)],
+            [
+                PartitionAxis(AXIS, rank, strategies),
+                ShardReplicated(AXIS, rank, stages, cp.zero_dims),
+            ],
         )
         for rank in range(ranks)
     ]
