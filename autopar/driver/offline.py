@@ -136,16 +136,20 @@ class OfflineDriver(Driver):
             own = self.deadline.part(self.share)
             context = replace(context, deadline=lambda: own() and self._searching())
             best = plan_extended(problem, self._models, machine, context)
-            self._extended[best.plan.name] = problem, best.config
+            # Plans of several meshes may have one name; their decisions tell them apart.
+            self._extended[best.plan.digest()] = problem, best.config
             return best.plan
         if self.deadline.armed and self._whole_s(problem.strategy.stages) > self.deadline.left_s:
             raise TooCostlyError("lowering takes longer than the time that is left")
         return super().plan_mesh(problem, context, first)
 
     def refine(self, plan: Plan) -> Plan | None:
-        if not plan.bucket_bytes or plan.name not in self._extended or self._models.alone:
+        if not plan.bucket_bytes or self._models.alone:
             return None
-        problem, config = self._extended.pop(plan.name)
+        extended = self._extended.pop(plan.digest(), None)
+        if extended is None:
+            return None
+        problem, config = extended
         lowered: list[Plan] = []
         context = SearchContext(baseline=self.baseline, on_candidate=lowered.append)
         try:
