@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.errors import PlanError
+from autopar.ir.placement import OpStrategy
 from autopar.plan.layout import Layout
 
 FOLDER = Path(__file__).parent / "schema_6"
@@ -18,6 +19,13 @@ FOLDER = Path(__file__).parent / "schema_6"
 def test_schema_6_loads(name: str) -> None:
     plan = autopar.Plan.load(FOLDER / f"{name}.json")
     assert plan.schema_version == 7
+    document = json.loads((FOLDER / f"{name}.json").read_text())
+    assert plan.to_dict()["placements"] == document["placements"]
+    pairs = zip(plan.partitions, document["partitions"], strict=True)
+    for partition, own in pairs:
+        texts = [[str(op_strategy), [*names]] for op_strategy, names in partition.strategies]
+        assert texts == own["ways"]
+        assert all(isinstance(read, OpStrategy) for read, _ in partition.strategies)
     assert autopar.Plan.from_dict(plan.to_dict()) == plan
 
 

@@ -83,7 +83,7 @@ class SpmdEvaluator(Evaluator):
             communication_s=result.communication_s,
             exposed_s=result.exposed_s + agreement_s,
             peak_bytes=result.memory.peak,
-            node_bytes=node_bytes(graph, setup.comm_backend, setup.cluster.ranks_per_node),
+            node_bytes=node_bytes(graph, setup.base.comm_backend, setup.cluster.ranks_per_node),
             reserved_bytes=result.memory.reserved,
             context_bytes=result.memory.context,
             host_bytes=host.standing + host.saved,
@@ -129,7 +129,7 @@ class SpmdEvaluator(Evaluator):
             overlaps = self.setup.overlaps(config, graph, self._passes(plan)[1])
             plan = replace(plan, overlaps=overlaps)
         graph = run_passes(graph, self._passes(plan)[1])
-        sent = sent_bytes(graph, self.setup.comm_backend)
+        sent = sent_bytes(graph, self.setup.base.comm_backend)
         return replace(plan, sent_bytes=tuple(sorted(sent.items()))), graph
 
     def _passes(self, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
@@ -138,7 +138,7 @@ class SpmdEvaluator(Evaluator):
         return build_pass_pipeline(
             plan,
             0,
-            setup.comm_backend,
+            setup.base.comm_backend,
             op_strategies=setup.op_strategies,
             micro_batches=setup.micro_batches,
         ).split(BucketCollectives, ScheduleOverlap)

@@ -200,7 +200,7 @@ class PipelineEvaluator(Evaluator):
 
     def _passes(self, graph: TrainingGraph, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
         """Passes of a stage for the last micro-batch, and for earlier ones."""
-        micro_batches, backend = self.pipeline.micro_batches, self.setup.comm_backend
+        micro_batches, backend = self.pipeline.micro_batches, self.setup.base.comm_backend
         return build_microbatch_pipelines(graph, plan, 0, backend, micro_batches=micro_batches)
 
     def _propose_buckets(
@@ -227,7 +227,7 @@ class PipelineEvaluator(Evaluator):
             total: Counter[str] = Counter()
             for stage in self.pipeline.stages_of(rank):
                 for graph, times in programs[stage].counted(micro_batches):
-                    for axis, nbytes in sent_bytes(graph, self.setup.comm_backend).items():
+                    for axis, nbytes in sent_bytes(graph, self.setup.base.comm_backend).items():
                         total[axis] += nbytes * times
                 for phase in ("forward", "backward"):
                     total["pp"] += micro_batches * boundary_bytes(programs[stage].last, phase)

@@ -74,7 +74,6 @@ class EvaluationSetup:
     operators: OperatorTimes
     update: UpdateCost
     overhead: Overhead
-    comm_backend: str
     op_strategies: tuple[NodeStrategies, ...] = ()
     micro_batches: int = 1
     paces: tuple[float, ...] = ()

@@ -85,7 +85,6 @@ def build_evaluator(
         operators=machine.operators if machine else None,  # type: ignore[arg-type]
         update=machine.update if machine else None,  # type: ignore[arg-type]
         overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
-        comm_backend=problem.comm_backend,
         paces=problem.stage_paces,
         deadline=context.deadline,
         note=context.note,

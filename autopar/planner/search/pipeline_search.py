@@ -167,7 +167,7 @@ def cut_everywhere(
     pipeline = Pipeline(len(points.names), "gpipe", micro_batches, 1, points.uses)
     plan = replace(setup.draft(config), pipeline=pipeline)
     graph = place_plan_stages(setup.graph, plan, 0, setup.op_strategies, micro_batches)
-    passes = build_stage_pipeline(plan, 0, setup.comm_backend)
+    passes = build_stage_pipeline(plan, 0, setup.base.comm_backend)
     own = (each for each in passes if not isinstance(each, DATA_PARALLEL_PASSES))
     return graph, run_passes(graph, own)
 
