@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 from autopar.formatting import human_bytes
+from autopar.plan.decisions import Decisions
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.planner.evaluate.candidate import Candidate
 
@@ -41,20 +43,9 @@ def _why_lost(candidate: Candidate, best: Candidate, cap: int | None) -> str:
     return slower(candidate.prediction, best.prediction)
 
 
-def _identity(candidate: Candidate) -> tuple[object, ...]:
-    """The fields of a plan that determine its program."""
+def _identity(candidate: Candidate) -> Decisions:
+    """The decisions of a candidate that determine its program."""
     plan = candidate.plan
     several = len(plan.buckets.gather) > 1 or len(plan.buckets.regather) > 1
-    return (
-        plan.zero_stages,
-        plan.recompute,
-        plan.offload,
-        plan.offload_parameters,
-        plan.loss_chunks,
-        plan.buckets,
-        plan.compressions,
-        plan.levels,
-        tuple(partition.bucket_bytes for partition in plan.partitions),
-        plan.prefetch if several else 0,
-        plan.overlaps,
-    )
+    # Plans from few blocks have sizes in the place of buckets: one stands for all sizes.
+    return replace(plan.decided, prefetch=plan.prefetch if several else 0, bucket_bytes=())
