@@ -117,14 +117,14 @@ class Decisions:
         """Number of model-parallel ranks: the product of tp, cp and ep."""
         return self.world_size // self.dp_size // self.pp_size
 
-    @property
-    def decided(self) -> Decisions:
-        """The decisions alone, of a plan: what it runs, whatever it says about it."""
-        return Decisions(**{each.name: getattr(self, each.name) for each in fields(Decisions)})
-
     def digest(self) -> str:
         """Hash of all decisions; must be equal on all ranks."""
-        return hashlib.sha256(as_text(self.decided).encode()).hexdigest()[:16]
+        return hashlib.sha256(as_text(decisions_of(self)).encode()).hexdigest()[:16]
+
+
+def decisions_of(plan: Decisions) -> Decisions:
+    """The decisions alone of a plan: all that its ranks do, whatever it says about it."""
+    return Decisions(**{each.name: getattr(plan, each.name) for each in fields(Decisions)})
 
 
 def check_plan(

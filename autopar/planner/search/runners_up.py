@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from autopar.formatting import human_bytes
-from autopar.plan.decisions import Decisions
+from autopar.plan.decisions import Decisions, decisions_of
 from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.planner.evaluate.candidate import Candidate
 
@@ -48,4 +48,4 @@ def _identity(candidate: Candidate) -> Decisions:
     plan = candidate.plan
     several = len(plan.buckets.gather) > 1 or len(plan.buckets.regather) > 1
     # Plans from few blocks have sizes in the place of buckets: one stands for all sizes.
-    return replace(plan.decided, prefetch=plan.prefetch if several else 0, bucket_bytes=())
+    return replace(decisions_of(plan), prefetch=plan.prefetch if several else 0, bucket_bytes=())
