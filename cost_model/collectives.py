@@ -93,8 +93,8 @@ class Transfer:
         whole = [t for source in sources if isinstance(source, fx.Node) for t in tensors(source)]
         nbytes = sum(map(tensor_bytes, whole))
         shape = GroupShape.of_axis(axes, axis, ranks_per_node)
-        if collective == "all_to_all":
-            splits: Any = node.args[1]
+        splits: Any = node.args[1] if collective == "all_to_all" else None
+        if isinstance(splits, (list, tuple)):  # others are known in a step, and even on average
             if len(splits) - splits.count(0) == 1:
                 collective, nbytes, shape = permutation(nbytes, shape)
             elif 0 in splits:

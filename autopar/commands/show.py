@@ -19,11 +19,10 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.driver.inspect import planned_strategies, program_text
 from autopar.formatting import printable
-from autopar.passes.tensor_parallel.partition_axis import complete_strategies
 from autopar.plan.decisions import check_plan
 from autopar.plan.plan import Plan
 from autopar.planner.placement.costs import PlacementCosts
-from autopar.planner.placement.table import PlacementTable, placement_tables
+from autopar.planner.placement.table import PlacementTable, complete_strategies, placement_tables
 
 
 def add_to(commands: Any) -> None:

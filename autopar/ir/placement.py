@@ -34,6 +34,10 @@ class Placement(Text):
                 return Shard(int(dim))
             case "S", [dim, pieces] if dim.isdecimal() and pieces[1:].isdecimal():
                 return Shard(int(dim), int(pieces[1:]))
+            case "E", ["0"]:
+                return Routed()
+            case "E", ["0", pieces] if pieces[1:].isdecimal():
+                return Routed(0, int(pieces[1:]))
             case "P", ["sum" | "max" as op]:
                 return Partial(op)
         raise ValueError(f"{text!r} is no placement")
@@ -64,6 +68,20 @@ class Shard(Placement):
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.interleave == 1 else f"S({self.dim}, x{self.interleave})"
+
+
+@dataclass(frozen=True)
+class Routed(Shard):
+    """Rank r holds the rows, along dim 0, of the experts that it holds.
+
+    How many these are is known only in a step; sizes in a graph are those of even shares. Rows come
+    from `Shard(0, interleave)`: in order of the rank that held them, then of their place there.
+    """
+
+    dim: int = 0
+
+    def __str__(self) -> str:
+        return super().__str__().replace("S", "E")
 
 
 @dataclass(frozen=True)

@@ -174,9 +174,9 @@ def _run_outer(
 
 
 def _is_fused(rows: Tensor) -> bool:
-    """Whether torch has a kernel for groups of rows: on GPUs, in bfloat16."""
+    """Whether torch has a kernel for groups of rows: on GPUs, in bfloat16, if there are rows."""
     is_bf16 = rows.device.type == "cuda" and rows.dtype == torch.bfloat16
-    return is_bf16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return len(rows) > 0 and is_bf16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def _sorted(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

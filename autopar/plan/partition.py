@@ -13,7 +13,7 @@ from torch import fx
 from autopar._torch import OpOverload
 from autopar.common.documents import Count, Positive, Ranks
 from autopar.ir.graph import TrainingGraph, elements, operands
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Routed, Shard
 from autopar.ir.roles import Buffer, Input, Parameter
 from autopar.plan.buckets import BUCKET_BYTES
 
@@ -74,6 +74,11 @@ class Partition:
     def lowers(self, name: str) -> bool:
         """Whether the custom lowering `name` writes some operator."""
         return any(op_strategy.lowering == name for op_strategy, _ in self.strategies)
+
+    @property
+    def routes(self) -> bool:
+        """Whether rows go to the ranks of their experts."""
+        return any(isinstance(p, Routed) for own, _ in self.strategies for p in own.operands)
 
     def strategies_for(self, graph: TrainingGraph, rows: int) -> NodeStrategies | None:
         """Strategies of the first rank's graph for `rows`; None if they are of another graph."""
@@ -215,7 +220,7 @@ def rescale_interleave(
     def at(placement: Placement, over: tuple[int, ...]) -> Placement:
         match placement:
             case Shard(dim, pieces) if dim in over and pieces % planned == 0:
-                return Shard(dim, pieces // planned * rows)
+                return replace(placement, interleave=pieces // planned * rows)
         return placement
 
     def mapped(node: fx.Node, op_strategy: OpStrategy) -> OpStrategy:

@@ -121,6 +121,8 @@ class Strategy:
             they are never whole; 1 for none. Outputs with logits beside a loss are then left out.
         ring_attention: whether keys and values of attention go round the ranks of cp: True for
             wherever they can, False for nowhere, None for where that is faster.
+        route_experts: whether the ranks of ep send each token only to the ranks that hold its
+            experts, as for `ring_attention`; otherwise they gather all tokens.
     """
 
     zero: int | Mapping[str, int] | None = None
@@ -157,6 +159,7 @@ class Strategy:
     sequence_parallel: bool = True
     loss_chunks: int | None = None
     ring_attention: bool | None = None
+    route_experts: bool | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -400,6 +403,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "sequence_parallel": flag,
     "loss_chunks": lambda name, value: count(name, value, 1, MOST_LOSS_CHUNKS),
     "ring_attention": flag,
+    "route_experts": flag,
 }
 _NEVER_NONE = {
     "batch_semantics", "lossy", "may_sync", "search", "placements", "keep_sharded",

@@ -55,7 +55,7 @@ from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
 from autopar.runtime.border.local_writes import warn_of_local_writes
 from autopar.runtime.border.outside_gradients import OutsideGradients
-from autopar.runtime.codegen.program import LoweringOptions, with_axes
+from autopar.runtime.codegen.program import LoweringOptions, compiler_for, with_axes
 from autopar.runtime.options import Options
 from autopar.runtime.parameters.compression_state import CompressionState
 from autopar.runtime.parameters.distribute import is_remote, local_part
@@ -320,7 +320,7 @@ class ExecutionContext:
         assert self.plan is not None
         plan, graph = self.plan, with_axes(captured.graph, self.plan)
         rows = shard.slices.sizes[0] if rows_of(graph) else 0
-        is_uneven = rows * shard.slices.count != shard.slices.rows
+        is_uneven = bool(rows) and rows * shard.slices.count != shard.slices.rows
         partitions = {partition.axis: partition for partition in plan.partitions}
 
         def find_strategies(axis: str, graph: TrainingGraph) -> NodeStrategies:
@@ -345,9 +345,9 @@ class ExecutionContext:
 
     def lowering_options(self, no_sync: bool, unreduced: tuple[str, ...]) -> LoweringOptions:
         assert self.plan is not None
-        backend = backend_of(self.device)
+        backend, compiler = backend_of(self.device), compiler_for(self.plan, self.options.backend)
         return LoweringOptions(
-            self.plan, rank(), backend, self.groups, self.options.backend, no_sync, unreduced
+            self.plan, rank(), backend, self.groups, compiler, no_sync, unreduced
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ from autopar.passes.core.collective_ops import (
     annotate,
     axis_of,
     collective,
+    is_uneven,
     kind_of,
     message_bytes,
     op_of,
@@ -76,6 +77,8 @@ class HierarchicalCollectives(Pass):
         return PassResult(graph, "" if found else f"no message over {axis} is large enough")
 
     def splits(self, start: fx.Node) -> bool:
+        if is_uneven(start):
+            return False
         sums = start.target is not start_all_reduce or op_of(start) == "sum"
         return sums and self.levels.splits(kind_of(start), message_bytes(start))
 

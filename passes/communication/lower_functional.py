@@ -14,6 +14,7 @@ from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.placement import Placement, Varying
 from autopar.passes.core.collective_ops import (
     axis_of,
+    is_uneven,
     kind_of,
     op_of,
     replace_collective,
@@ -152,6 +153,8 @@ class Lowering(Rewriter):
 
     def all_to_all(self) -> Begun:
         """Packs the tensors into a table with one row for each rank."""
+        if is_uneven(self.start):
+            return self.exchange_rows()
         shapes = [list(tensors(x)[0].shape) for x in self.operands]
         tables = [
             self.op(aten.view.default, self.contiguous(x), [self.ranks, -1]) for x in self.operands
@@ -159,6 +162,13 @@ class Lowering(Rewriter):
         sent, splits = self.joined(tables, 1), [1] * self.ranks
         issued = self.op(c10d.all_to_all_single.default, sent, splits, splits, self.axis)
         return [issued], lambda done: self.columns(done, shapes)
+
+    def exchange_rows(self) -> Begun:
+        """Sends every rank as many rows as the start says."""
+        (rows,) = self.operands
+        splits = self.start.args[2:4]
+        issued = self.op(c10d.all_to_all_single.default, self.contiguous(rows), *splits, self.axis)
+        return [issued], lambda done: [done]
 
     def permute(self) -> Begun:
         """Sends all tensors to one rank and receives those of one, by an uneven all-to-all."""

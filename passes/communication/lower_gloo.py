@@ -19,6 +19,7 @@ from torch import fx
 from autopar.cost_model.algorithms.gloo_chunks import gloo_chunks
 from autopar.ir.graph import tensors
 from autopar.passes.communication.lower_functional import Begun, Lowering, c10d
+from autopar.passes.core.collective_ops import is_uneven
 from autopar.passes.core.node_builder import aten
 
 
@@ -79,6 +80,8 @@ class GlooLowering(Lowering):
 
     def all_to_all(self) -> Begun:
         """Sends every other rank its chunks and concatenates those received, by rank."""
+        if is_uneven(self.start):
+            return self.exchange_rows()
         shapes = [list(tensors(x)[0].shape) for x in self.operands]
         wholes = [self.contiguous(x) for x in self.operands]
         chunks = [

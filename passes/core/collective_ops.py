@@ -58,9 +58,19 @@ def start_all_gather(
     return [t.new_empty((n, *t.shape[1:])) for t, n in zip(_fakes(tensors), rows, strict=True)]
 
 
-def start_all_to_all(tensors: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
-    """Sends one chunk of dim 0 to each rank; concatenates the received chunks along dim 0."""
-    return start_all_reduce(tensors, axis)
+def start_all_to_all(
+    tensors: Sequence[torch.Tensor],
+    axis: str,
+    received: Sequence[int] | None = None,
+    sent: Sequence[int] | None = None,
+) -> list[torch.Tensor]:
+    """Sends one chunk of dim 0 to each rank; concatenates the received chunks along dim 0.
+
+    Chunks are even, or have the numbers of rows that `sent` and `received` say for each rank.
+    """
+    if received is None:
+        return start_all_reduce(tensors, axis)
+    return [t.new_empty((sum(received), *t.shape[1:])) for t in _fakes(tensors)]
 
 
 def start_permute(
@@ -96,6 +106,11 @@ def _fakes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def starts(graph: TrainingGraph) -> Iterator[fx.Node]:
     """Starts of the collectives of a graph, in order."""
     return (node for node in graph.graph.nodes if node.target in STARTS)
+
+
+def is_uneven(start: fx.Node) -> bool:
+    """Whether a start is of an all-to-all whose chunks have sizes of their own."""
+    return start.target is start_all_to_all and len(start.args) > 2
 
 
 def axis_of(start: fx.Node) -> str:

@@ -19,6 +19,7 @@ from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.operators.offload import offload, offloaded, prefetch, prefetched
 from autopar.passes.core.node_builder import call, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.core.routed_values import routed_values
 from autopar.passes.memory.read_ahead import AHEAD, Read, read_ahead
 
 LEAST_BYTES = 64 << 10
@@ -50,7 +51,10 @@ class OffloadActivations(Pass):
         if graph.backward_start.op == "output":
             return PassResult(graph, "there is no backward")
         changed = graph.copy()
+        # A value is read into memory of the size that the graph says, before its size is known.
+        unsized = routed_values(changed.graph)
         found = [v for v in saved_values(changed) if v.nbytes >= self.least_bytes]
+        found = [v for v in found if v.node not in unsized]
         found = found[: len(found) - _num_kept([value.nbytes for value in found])]
         found = [v for v in found if (v.node.meta.get("block") or "") in self.blocks]
         if not found:

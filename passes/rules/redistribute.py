@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.ir.placement import Partial, Placement, Replicate, Routed, Shard
 
-Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep_first"]
+Kind = Literal[
+    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep_first", "route",
+    "route_back",
+]  # fmt: skip
+
+ROUTES = ("route", "route_back")
+"""Steps that send rows to the ranks of their experts, and back, by an uneven all-to-all."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class RedistributeStep:
     @property
     def collective(self) -> str | None:
         """The collective of the step, None if it is local."""
+        if self.kind in ROUTES:
+            return "all_to_all"
         return None if self.kind in ("slice", "keep_first") else self.kind
 
     def message_bytes(self, shape: Sequence[int], item: int, ranks: int) -> int:
@@ -37,7 +45,7 @@ class RedistributeStep:
             ranks: size of the axis.
         """
         whole = math.prod(self.padded(shape, ranks)) * item
-        return whole // ranks if self.kind == "all_to_all" else whole
+        return whole // ranks if self.collective == "all_to_all" else whole
 
     def padded(self, shape: Sequence[int], ranks: int) -> list[int]:
         """The whole shape with every chunk padded to the largest."""
@@ -63,6 +71,8 @@ class RedistributeStep:
                 return 2 * (whole * max(copies, padded) + part * padded * copies)
             case "all_to_all":
                 return 2 * part * (copies + 2 * padded)
+            case "route" | "route_back":
+                return 2 * part
             case "slice":
                 return 2 * part * copies
             case "keep_first":
@@ -81,6 +91,18 @@ def redistribute_steps(before: Placement, after: Placement) -> tuple[Redistribut
         return ()
     kinds: list[Kind]
     match before, after:
+        # Rows are routed from shards of dim 0, whatever lies before or behind these.
+        case Routed(), Partial():
+            return None
+        case Routed(), _:
+            shard = Shard(0, before.interleave)
+            back = RedistributeStep("route_back", before, shard)
+            behind = redistribute_steps(shard, after)
+            return None if behind is None else (back, *behind)
+        case _, Routed():
+            shard = Shard(0, after.interleave)
+            front = redistribute_steps(before, shard)
+            return None if front is None else (*front, RedistributeStep("route", shard, after))
         case Shard(), Replicate():
             kinds = ["all_gather"]
         case Partial(), Replicate():

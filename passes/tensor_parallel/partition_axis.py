@@ -26,7 +26,7 @@ from autopar.ir.graph import (
     operands,
     tensors,
 )
-from autopar.ir.placement import OpStrategy, Placement, Replicate
+from autopar.ir.placement import OpStrategy, Placement, Replicate, Routed, Shard
 from autopar.ir.roles import Gradient, InputRole, OutputRole, Parameter
 from autopar.passes.core.collective_ops import (
     is_name,
@@ -49,7 +49,9 @@ from autopar.passes.rules.proof.infer_batch_dims import (
     double_placement,
     infer_batch_dims,
 )
-from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
+from autopar.passes.rules.redistribute import RedistributeStep
+from autopar.passes.rules.routed_rows import Region, is_routed, regions_of
+from autopar.passes.tensor_parallel.row_router import RowRouter
 from autopar.plan.partition import NodeStrategies
 
 WHOLE = Replicate()
@@ -94,6 +96,9 @@ class Partitioner:
         self.axis, self.ranks, self.rank, self.op_strategies = axis, ranks, rank, op_strategies
         self.local: dict[Value, tuple[fx.Node, Placement]] = {}
         self.redistributed: dict[tuple[Value, Placement], fx.Node] = {}
+        routes = any(map(is_routed, op_strategies.values()))
+        regions = regions_of(source) if routes else {}
+        self.router = RowRouter(self.graph, ranks, rank, axis, regions)
         self.local_tuples: dict[fx.Node, fx.Node] = {}
         self.parameter_placements: dict[str, Placement] = {}
         self.gradient_names: dict[fx.Node, list[str]] = {}
@@ -284,18 +289,37 @@ class Partitioner:
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
         """A value in the wanted placement, redistributed at most once; ValueError if impossible."""
         node, placement = self.local[value]
-        steps = redistribute_steps(placement, wanted)
+        steps = self.router.steps(placement, wanted, node, reader)
         if steps is None:
             raise ValueError(f"{reader} wants {value.node} as {wanted}, which is {placement}")
         for step in steps:
             key = (value, step.after)
+            if (region := self.router.region(step, value, reader)) is not None:
+                node = self.route(step, value, node, region, reader)
+                continue
             if key not in self.redistributed:
                 self.redistributed[key] = self.redistribute(step, node, value.tensor.shape, reader)
             node = self.redistributed[key]
-        if steps:
+        if steps and not isinstance(wanted, Routed):  # rows are routed once for each layer
             node = self.with_strides_of(value.tensor, node, reader)
             self.redistributed[value, wanted] = node
         return node
+
+    def route(
+        self, step: RedistributeStep, value: Value, node: fx.Node, region: Region, reader: fx.Node
+    ) -> fx.Node:
+        """Sends rows of a value to the ranks of their experts, or back from there, once."""
+        stage = (reader if step.kind == "route" else node).meta.get("stage")
+        key = (value, step.after, region, stage)
+        if key not in self.router.routed:
+            shard = Shard(0, step.shards[0].interleave)
+            experts = self.operand(value_of(region.experts), shard, reader)
+            last = self.last
+            self.router.routed[key] = self.router.write(step, node, region, experts, reader, stage)
+            self.inherit_placement(last, node)
+            for new in self.nodes_after(last):
+                new.meta["stage"] = stage
+        return self.router.routed[key]
 
     def with_strides_of(self, whole: torch.Tensor, node: fx.Node, reader: fx.Node) -> fx.Node:
         """A redistributed value in the memory format of the unsharded tensor.
@@ -417,16 +441,3 @@ def partition_in_order(
         op_strategies = find_strategies(axis, graph)
         last = PartitionAxis(axis, coordinate[axis], op_strategies)
         yield axis, graph, op_strategies
-
-
-def complete_strategies(
-    graph: TrainingGraph, op_strategies: NodeStrategies
-) -> dict[fx.Node, OpStrategy]:
-    """The strategy of every operator and placeholder; unnamed nodes are replicated."""
-    named = dict(op_strategies)
-    return {
-        node: named.get(node.name)
-        or OpStrategy((WHOLE,) * len(operands(node)), (WHOLE,) * len(elements(node)))
-        for node in graph.graph.nodes
-        if node.op != "output" and not is_name(node)
-    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import fx
 
@@ -31,7 +32,8 @@ def follow(graph: TrainingGraph, partition: Partition) -> NodeStrategies | None:
     layouts = partition.layouts
     pins = {name: layouts.get(name, Replicate()) for name in graph.parameters}
     ring = None if partition.lowers(RING) else False
-    choices = strategy_choices(graph, partition.ranks, pins, ring=ring)
+    route = None if partition.routes else False
+    choices = strategy_choices(graph, partition.ranks, pins, ring=ring, route=route)
     chosen: Chosen = {}
     for node in graph.graph.nodes:
         if node not in choices.op_strategies:
@@ -63,7 +65,7 @@ def _distance(own: OpStrategy, planned: OpStrategy | None) -> float:
 
 def _without_interleaves(own: OpStrategy) -> OpStrategy:
     def plain(placement: Placement) -> Placement:
-        return Shard(placement.dim) if isinstance(placement, Shard) else placement
+        return replace(placement, interleave=1) if isinstance(placement, Shard) else placement
 
     return OpStrategy(tuple(map(plain, own.operands)), tuple(map(plain, own.results)), own.lowering)
 

@@ -96,16 +96,17 @@ def solve(
     weight: Weight | None = None,
     wrapping: float = 0.0,
     ring: bool | None = False,
+    route: bool | None = None,
 ) -> Solution:
     """Finds the strategies with the fewest seconds, under a memory constraint if given.
 
-    A step takes `wrapping` more seconds if any parameter is sharded. `ring` is as for
-    `strategy_choices`.
+    A step takes `wrapping` more seconds if any parameter is sharded. `ring` and `route` are as
+    for `strategy_choices`.
 
     Raises:
         PlanError: No solution was found in time.
     """
-    choices = strategy_choices(graph, ranks, pins, ring=ring)
+    choices = strategy_choices(graph, ranks, pins, ring=ring, route=route)
     program = _Program(graph, choices, price, work, update, wrapping)
     if weight is None:
         result, held = program.run(program.costs), [0.0]

@@ -40,6 +40,7 @@ def partition(
     keep_sharded: bool = False,
     sequence: bool = True,
     ring: bool | None = False,
+    route: bool | None = None,
 ) -> Solution:
     """The cheapest strategies of a graph along an axis.
 
@@ -59,6 +60,7 @@ def partition(
         keep_sharded: whether pinned parameters are never gathered.
         sequence: whether replicated activations may be sharded, and partial sums reduce-scattered.
         ring: whether attention goes by a ring of ranks where it can; None: where it is cheaper.
+        route: whether rows go to the ranks of their experts where they can; None: where cheaper.
 
     Raises:
         StrategyError: A required placement is impossible.
@@ -90,6 +92,7 @@ def partition(
         weight=weight,
         wrapping=0.0 if wrapped else prices.wrapping(len(trained)),
         ring=ring,
+        route=route,
     )
 
 

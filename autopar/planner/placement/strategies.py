@@ -27,6 +27,7 @@ from autopar.passes.rules.loops import (
 from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.operators.partial_linear import linear_strategies
 from autopar.passes.rules.registry import loops_of
+from autopar.passes.rules.routed_rows import EXPERTS, may_route, regions_of, routed_strategies
 from autopar.planner.placement.repeated_nodes import repeated
 
 
@@ -54,10 +55,12 @@ def strategy_choices(
     pins: Mapping[str, Placement] | None = None,
     *,
     ring: bool | None = False,
+    route: bool | None = None,
 ) -> StrategyChoices:
     """Strategies of a graph: every loop of every operator, with the interleaves that views need.
 
     Attention may go by a ring of ranks unless `ring` is false; it has to, where it can, if true.
+    So may rows go to the ranks of their experts, by `route`.
 
     Raises:
         StrategyError: A pinned shard is uneven, but this is not the last axis to partition.
@@ -82,6 +85,7 @@ def strategy_choices(
                     "this axis be the last."
                 )
             pinned.append((Value(node), pin.dim, pin.interleave))
+    routes = _routes(graph, same) if route is not False else {}
     whole: Placement = Replicate()
     op_strategies: dict[fx.Node, Sequence[OpStrategy]] = {}
     for node, own in _interleaved(loops, reads, same, ranks, pinned).items():
@@ -90,6 +94,9 @@ def strategy_choices(
             operator = Operator.of(node)
             ways = [replicated(operator), *map(split_loop, own), *linear_strategies(operator)]
             rings = [way for way in ways if ring and way.lowering == RING]
+            if node in routes:
+                routed = list(routed_strategies(operator, ways, routes[node]))
+                ways = routed if route and routed and node.target in EXPERTS else ways + routed
             op_strategies[node] = list(dict.fromkeys(rings or ways))
         else:
             results = (whole,) * len(elements(node))
@@ -107,6 +114,17 @@ def strategy_choices(
     for node in graph.graph.find_nodes(op="get_attr"):
         op_strategies[node] = [OpStrategy((), (whole,))]
     return found
+
+
+def _routes(graph: TrainingGraph, same: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """Rows of each representative of operators that may run on routed rows, in every block."""
+    regions = regions_of(graph) if may_route(graph) else {}
+    apart = {same[node] for node in graph.calls() if node in same and node not in regions}
+    return {
+        same[node]: int(tensors(region.experts)[0].shape[0])
+        for node, region in regions.items()
+        if same[node] not in apart
+    }
 
 
 def _is_last(graph: TrainingGraph) -> bool:

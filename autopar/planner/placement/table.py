@@ -16,11 +16,13 @@ from torch import fx
 
 from autopar.cost_model.kernels.aliases import is_view
 from autopar.formatting import human_bytes
-from autopar.ir.graph import TrainingGraph, elements
+from autopar.ir.graph import TrainingGraph, elements, operands
 from autopar.ir.placement import OpStrategy, Replicate
 from autopar.ir.roles import Parameter
+from autopar.passes.core.collective_ops import is_name
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import rule_of
+from autopar.plan.partition import NodeStrategies
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.redistributions import PlannedRedistribution, redistributions
 from autopar.planner.placement.repeated_nodes import block_of_nodes, repeated
@@ -132,3 +134,16 @@ def _whole(graph: TrainingGraph, op_strategies: Mapping[fx.Node, OpStrategy]) ->
         if found:
             each = ", ".join(f"{name} x{count}" for name, count in found.most_common())
             yield f"run whole on every rank, {title}: {each}"
+
+
+def complete_strategies(
+    graph: TrainingGraph, op_strategies: NodeStrategies
+) -> dict[fx.Node, OpStrategy]:
+    """The strategy of every operator and placeholder; unnamed nodes are replicated."""
+    named = dict(op_strategies)
+    return {
+        node: named.get(node.name)
+        or OpStrategy((Replicate(),) * len(operands(node)), (Replicate(),) * len(elements(node)))
+        for node in graph.graph.nodes
+        if node.op != "output" and not is_name(node)
+    }

@@ -39,11 +39,13 @@ def partition_by_bytes(
     *,
     keep_sharded: bool = False,
     ring: bool | None = False,
+    route: bool | None = None,
 ) -> NodeStrategies:
     """Strategies that best trade moved bytes for sharded work, at nominal costs.
 
     The result depends only on the arguments, so all processes find the same. With `keep_sharded`,
-    pinned parameters are used as they lie. `ring` is as for `strategy_choices`.
+    pinned parameters are used as they lie. `ring` and `route` are as for
+    `strategy_choices`.
     """
     found = resolve_constraints(pins or {}, graph.parameters, ranks)
     fixed = views_of(graph, found) if keep_sharded else frozenset[fx.Node]()
@@ -69,7 +71,8 @@ def partition_by_bytes(
             moved = sum(nbytes for _, nbytes in sent)
         return ITERATION_S * iterations[node] / (ranks if divided else 1) + BYTE_S * moved
 
-    return by_node_name(solve(graph, ranks, price, work, pins=found, ring=ring).op_strategies)
+    solution = solve(graph, ranks, price, work, pins=found, ring=ring, route=route)
+    return by_node_name(solution.op_strategies)
 
 
 def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
@@ -77,7 +80,8 @@ def repartition(graph: TrainingGraph, partition: Partition) -> NodeStrategies:
     pins: dict[str, Placement] = {escape(name): Replicate() for name in graph.parameters}
     pins |= {escape(name): placement for name, placement in partition.layouts.items()}
     ring = partition.lowers(RING)
-    return partition_by_bytes(graph, partition.ranks, pins, ring=ring)
+    route = None if partition.routes else False
+    return partition_by_bytes(graph, partition.ranks, pins, ring=ring, route=route)
 
 
 def _iterations(node: fx.Node) -> int:

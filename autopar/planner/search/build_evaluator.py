@@ -119,7 +119,8 @@ def solve_axis(
     ring = problem.strategy.ring_attention if axis == "cp" else False
     if machine is None:
         keep = problem.strategy.keep_sharded
-        return partition_by_bytes(graph, mesh[axis], pins, keep_sharded=keep, ring=ring)
+        ways = {"ring": ring, "route": problem.strategy.route_experts}
+        return partition_by_bytes(graph, mesh[axis], pins, keep_sharded=keep, **ways)
     unsharded = problem.parameters
     # Parameters that nothing shards stay plain. Charging each the overhead of a DTensor made a deep
     # GPT come out 27 % too slow where tp divides rows.
@@ -139,5 +140,6 @@ def solve_axis(
         keep_sharded=problem.strategy.keep_sharded,
         sequence=problem.strategy.sequence_parallel,
         ring=ring,
+        route=problem.strategy.route_experts,
     )
     return by_node_name(solution.op_strategies)

@@ -25,6 +25,8 @@ from autopar._torch import (
     skip_autograd,
 )
 from autopar.capture.trace import Capture
+from autopar.common.notices import warn_once
+from autopar.errors import AutoparWarning
 from autopar.ir.graph import TrainingGraph, elements, render_node, tensors
 from autopar.ir.roles import (
     Buffer,
@@ -243,6 +245,19 @@ class LoweringOptions:
     @property
     def is_compiled(self) -> bool:
         return self.compile_backend != "eager"
+
+
+def compiler_for(plan: Plan, backend: str) -> str:
+    """The compiler of a plan's programs: none where sizes are known only in a step."""
+    if backend == "eager" or not any(partition.routes for partition in plan.partitions):
+        return backend
+    warn_once(
+        AutoparWarning,
+        f"backend={backend!r} compiles nothing: the plan sends each token to the ranks of its "
+        "experts, so sizes differ from step to step. Strategy(route_experts=False) gathers all "
+        "tokens instead, and programs are compiled.",
+    )
+    return "eager"
 
 
 def build_program(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.placement import Routed
 from autopar.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext
@@ -57,9 +58,10 @@ def _outer(ctx: LoweringContext) -> list[fx.Node]:
 
 
 def _part(ctx: LoweringContext, count: int) -> tuple[int, int]:
-    """This rank's first expert, and how many there are in all."""
+    """This rank's first expert, and how many there are in all rows: 0 in routed ones, its own."""
     first, total = (ctx.operator.argument(name) for name in ("first", "total"))
-    return first + ctx.chunk(count)[0], total or count
+    is_routed = isinstance(ctx.op_strategy.operands[0], Routed)
+    return first + ctx.chunk(count)[0], 0 if is_routed else total or count
 
 
 LOWERINGS = {

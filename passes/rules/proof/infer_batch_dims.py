@@ -57,7 +57,7 @@ def double_tensor(tensor: torch.Tensor, batch_dims: Dims) -> torch.Tensor:
 def double_placement(placement: Placement, batch_dims: Dims) -> Placement:
     """The placement at twice the rows: a dim sharded inside each row has twice the pieces."""
     if isinstance(placement, Shard) and placement.interleave > 1 and placement.dim in batch_dims:
-        return Shard(placement.dim, placement.interleave * 2)
+        return replace(placement, interleave=placement.interleave * 2)
     return placement
 
 

@@ -130,12 +130,12 @@ def test_experts_stay_apart_and_the_plan_says_what_it_assumes() -> None:
     case = EXPERTS["mixtral"]
     plans = [
         autopar.plan(case.make(), 4, example_inputs=case.batch(ROWS), strategy=fixed(**options))
-        for options in ({"ep": 4, **APART}, {"ep": 4})
+        for options in ({"ep": 4, **APART}, {"ep": 4, "route_experts": False})
     ]
     (apart,), (free,) = (plan.partitions for plan in plans)
     products = [str(own) for own, _ in apart.strategies if own.lowering == "experts"]
-    assert products == ["R, S(0), R -> P(sum) by experts"]
+    assert products == ["E(0), S(0), E(0) -> E(0) by experts"]
     assert "busiest rank of ep is priced with 1.0 times an even share" in " ".join(plans[0].notes)
-    # Of the fewest bytes are rows and columns, which no router decides over.
+    # Of gathered tokens, the fewest bytes are rows and columns, which no router decides over.
     assert not any(own.lowering == "experts" for own, _ in free.strategies)
     assert not any("busiest" in note for note in plans[1].notes)

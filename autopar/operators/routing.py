@@ -1,0 +1,57 @@
+"""Operators that send rows to the ranks that hold their experts.
+
+How many rows go from one rank to another depends on the router, and is known only in a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.ir.placement import chunk_rows
+from autopar.operators.registration import register
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define(
+    "route_rows(Tensor experts, int count, int ranks) -> "
+    "(Tensor order, Tensor inverse, Tensor sent)"
+)
+_LIBRARY.define(
+    "row_counts(Tensor counts, int expected) -> int[]",
+    tags=(torch.Tag.data_dependent_output,),
+)
+route_rows = torch.ops.autopar.route_rows.default
+"""(experts [rows], count, ranks) -> (order [rows], inverse [rows], sent [ranks]).
+
+`order` has the rows by the rank that holds their expert, of `count` experts in chunks, and
+`inverse` the place of each row in that order. `sent` counts the rows of each rank.
+"""
+
+row_counts = torch.ops.autopar.row_counts.default
+"""(counts [ranks], expected) -> the counts as numbers; `expected` is their sum where none ran."""
+
+
+def _route(experts: Tensor, count: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = torch.tensor(chunk_rows(count, ranks), device=experts.device)
+    ends = sizes.cumsum(0)[:-1]
+    owners = torch.searchsorted(ends, experts.long().contiguous(), right=True)
+    order = owners.argsort(stable=True)
+    return order, order.argsort(), torch.bincount(owners, minlength=ranks)
+
+
+def _fake_route(experts: Tensor, count: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, inverse = (experts.new_empty(experts.shape, dtype=torch.int64) for _ in range(2))
+    return order, inverse, experts.new_empty(ranks, dtype=torch.int64)
+
+
+def _counts(counts: Tensor, expected: int) -> list[int]:
+    numbers: list[int] = counts.tolist()
+    return numbers
+
+
+def _fake_counts(counts: Tensor, expected: int) -> list[int]:
+    ranks = counts.shape[0]
+    return [expected // ranks + (rank < expected % ranks) for rank in range(ranks)]
+
+
+register(_LIBRARY, {"route_rows": (_route, _fake_route), "row_counts": (_counts, _fake_counts)})
