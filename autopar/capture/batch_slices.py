@@ -73,11 +73,9 @@ def capture_slice(
 
     graph = partitioned(slices)
     if slices.over_time:
-        # Uneven slices differ in shapes, which are all that a program may depend on.
-        if slices.is_even:
-            _check_same_program(
-                graph, partitioned(replace(slices, index=(slices.index + 1) % slices.count))
-            )
+        # Slices of other sizes differ in shapes, which are all that a program may depend on.
+        if (other := slices.next_alike) != slices:
+            _check_same_program(graph, partitioned(other))
         # The pass runs for its error alone: whoever captures can still take one micro-batch.
         run_passes(graph, [AccumulateMicroBatches()])
     return replace(made, graph=graph)
@@ -127,6 +125,7 @@ def capture_of_rank(
     in_time: bool = False,
     comm_backend: str = "gloo",
     gathers_rows: bool = False,
+    even: bool = False,
 ) -> TrainingGraph:
     """The joint graph of the first micro-batch of a data parallel rank, without running it.
 
@@ -134,7 +133,7 @@ def capture_of_rank(
     "global", one rank's rows under "local". `cache` holds captures to reuse, and is extended.
     Under `local`, a rank computes on its own rows alone (`batch_semantics`). Under `in_time`, the
     ranks are micro-batches that run in sequence. Autocast is that of GPUs if `comm_backend` is.
-    `gathers_rows` is that of `capture_slice`.
+    `gathers_rows` is that of `capture_slice`, and `even` that of `BatchShard.split_micro_batches`.
 
     Raises:
         BatchError: the rows cannot be divided into that many ranks and micro-batches.
@@ -145,7 +144,7 @@ def capture_of_rank(
     device, parameters = device_of(model), describe_parameters(model)
     leaves, structure = flattened(example_inputs)
     shard = batch_shard_of(leaves, structure, mode=batch, rank=rank, ranks=ranks, strict=True)
-    shard = shard.split_micro_batches(micro_batches)[0]
+    shard = shard.split_micro_batches(micro_batches, even)[0]
     slices = replace(shard.slices, over_time=shard.slices.over_time or in_time)
 
     def capture_once(call: Call) -> Capture:

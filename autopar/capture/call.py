@@ -185,31 +185,25 @@ class BatchShard:
         """Whether an argument has rows that the ranks share."""
         return any(dim is not None for dim in self.call.row_dims)
 
-    def split_micro_batches(self, count: int) -> list[BatchShard]:
-        """Splits the shard into equal micro-batches.
+    def split_micro_batches(self, count: int, even: bool = False) -> list[BatchShard]:
+        """Splits the shard into micro-batches, of which the first may have a row more.
 
         Raises:
-            BatchError: `count` does not divide the rows.
+            BatchError: a rank has fewer rows, or with `even` one would have a row more.
         """
         if count == 1:
             return [self]
-        ranks, batch_rows = self.slices.count, self.slices.rows
-        if self.rows % count or not self.slices.is_even:
-            raise BatchError(
-                f"a batch of {batch_rows} rows, {self.rows} of them on this rank, cannot be cut "
-                f"into {count} equal micro-batches on each of {ranks} ranks. Give a multiple of "
-                f"{count * ranks} rows, or other micro_batches."
-            )
-        rows, parts = self.rows // count, []
-        for index in range(count):
+        parts, begin = [], 0
+        for slices in self.slices.over_micro_batches(count, even):
+            rows = slices.sizes[slices.index]
             leaves, tensors = list(self.call.leaves), list(self.tensors)
             for place, leaf in enumerate(self.call.tensor_indices):
                 if (dim := self.call.row_dims[leaf]) is not None:
-                    tensors[place] = tensors[place].narrow(dim, index * rows, rows)
+                    tensors[place] = tensors[place].narrow(dim, begin, rows)
                     leaves[leaf] = TensorSpec.of(tensors[place])
             call = replace(self.call, leaves=tuple(leaves))
-            slices = BatchSlices(ranks * count, self.slices.index * count + index, batch_rows, True)
             parts.append(BatchShard(call, tuple(tensors), rows, slices))
+            begin += rows
         return parts
 
 

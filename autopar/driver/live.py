@@ -93,7 +93,9 @@ class LiveDriver(Driver):
         strategy = problem.strategy
         ranks = strategy.model_parallel_size, strategy.pp_size
         graphs = run_on_all_ranks(
-            lambda: capture_micro_batches(strategy, lambda n: self.captured(*ranks, n).graph)
+            lambda: capture_micro_batches(
+                strategy, lambda count, even: self.captured(*ranks, count, even).graph
+            )
         )
         graphs = {count: in_order_of_rank0(graph) for count, graph in graphs.items()}
         agree_on_graph(next(iter(graphs.values())), even=False)

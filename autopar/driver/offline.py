@@ -222,8 +222,8 @@ class OfflineDriver(Driver):
             seconds = max(known) * PIPELINE_RATIO
         return seconds * self._models.whole_nodes()
 
-    def _capture_micro_batch(self, ranks: int, micro_batches: int) -> TrainingGraph:
-        return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache)
+    def _capture_micro_batch(self, ranks: int, micro_batches: int, even: bool) -> TrainingGraph:
+        return self._capture_rank(ranks, micro_batches=micro_batches, cache=self._cache, even=even)
 
     def _capture_reduced(
         self, ranks: int, micro_batches: int, cache: CaptureCache

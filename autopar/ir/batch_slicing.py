@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from autopar.errors import BatchError
 from autopar.ir.placement import Shard, UnevenRanks, even_rows
 
 BATCH = "batch"
@@ -52,6 +53,32 @@ class BatchSlices:
     @property
     def local_units(self) -> int:
         return 1 if self.is_even else self.sizes[self.index]
+
+    @property
+    def next_alike(self) -> BatchSlices:
+        """The next slice with as many rows, after the last the first; itself if there is none."""
+        sizes, first = self.sizes, self.index + 1
+        after = (index % self.count for index in range(first, first + self.count))
+        return replace(self, index=next(i for i in after if sizes[i] == sizes[self.index]))
+
+    def over_micro_batches(self, count: int, even: bool = False) -> list[BatchSlices]:
+        """The micro-batches of this slice, which differ by at most one row, larger ones first.
+
+        Raises:
+            BatchError: a slice has fewer rows, or with `even` micro-batches would differ.
+        """
+        sizes = self.sizes
+        if min(sizes) < count or (even and len({*sizes, min(sizes) // count * count}) > 1):
+            equal, least = ("equal ", "a multiple of") if even else ("", "at least")
+            raise BatchError(
+                f"a batch of {self.rows} rows, {min(sizes)} of them on a rank, cannot be cut into "
+                f"{count} {equal}micro-batches on each of {self.count} ranks. Give {least} "
+                f"{count * self.count} rows, or other micro_batches."
+            )
+        parts, total = self.count * count, tuple(n for r in sizes for n in even_rows(r, count))
+        held = () if total == even_rows(self.rows, parts) else total
+        first = self.index * count
+        return [BatchSlices(parts, first + i, self.rows, True, held) for i in range(count)]
 
     def unit_indices(self, device: torch.device | None = None) -> torch.Tensor:
         """Indices of this slice's units, the value of `BatchIndex`: int64 [local_units]."""

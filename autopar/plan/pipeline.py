@@ -29,7 +29,7 @@ class Pipeline:
         stages_per_rank: number of stages of a rank.
         uses: stage of each use of each parameter, in execution order; an unused parameter has the
             stage that stores it.
-        rows: rows of the first rank's batch.
+        rows: rows of the first rank's batch, rounded up to micro-batches of equal size.
     """
 
     ranks: Ranks

@@ -81,7 +81,7 @@ class Strategy:
         cp: number of ranks that shard activations only; ZeRO shards parameters over them, too.
         ep: like tp, for experts; ranks of tp are closer to each other if both are combined.
         pp: number of pipeline ranks; None and 1 for none.
-        micro_batches: number of micro-batches of a rank's rows.
+        micro_batches: number of micro-batches of a rank's rows, which may differ by a row.
         schedule: pipeline schedule: "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv" or
             "dualpipe_v".
         stages_per_rank: pipeline stages of a rank: two or more with "interleaved", two with "zbv"

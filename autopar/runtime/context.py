@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
 from autopar.capture.batch_slices import capture_slice
-from autopar.capture.call import BatchShard, Call, UnevenRowsError
+from autopar.capture.call import BatchShard, Call
 from autopar.capture.shape_family import ShapeFamily
 from autopar.capture.state.contents import attribute_of
 from autopar.capture.state.effects import CounterValue
@@ -31,25 +31,22 @@ from autopar.common.groups import backend_of
 from autopar.common.notices import warn_once
 from autopar.common.world import rank
 from autopar.errors import AutoparWarning, StrategyError
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.ir.graph import ParameterInfo
 from autopar.plan.layout import Layout
 from autopar.plan.partition import (
     NodeStrategies,
-    Partition,
-    needs_planned_rows,
-    operators_hash,
-    rescale_interleave,
-    rows_of,
 )
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import (
-    assert_same_across_ranks,
-    broadcast_from_rank0,
     run_on_all_ranks,
 )
 from autopar.runtime.agreement.graph_order import in_order_of_rank0
+from autopar.runtime.agreement.strategies import (
+    MakeStrategies,
+    PlannedStrategies,
+    agreed_strategies,
+)
 from autopar.runtime.agreement.transforms import tell_of_modes
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.border.held_gradients import HeldGradients, mesh_of_plain_sums
@@ -63,13 +60,6 @@ from autopar.runtime.parameters.remote import as_remote
 from autopar.runtime.parameters.sharded import in_layout_of
 from autopar.runtime.parameters.shared_memory import check_given_memory
 from autopar.runtime.rng import RandomStream
-
-MakeStrategies = Callable[[TrainingGraph, Partition], NodeStrategies]
-"""Finds strategies for a call that the plan does not cover, the same on every rank."""
-
-
-OWN_ERROR = "This is an error of autopar."
-SAME_CODE = "No operator of forward may depend on the rank, or on how many rows it has."
 
 MANY_SHAPES = 8
 """Shapes of calls beyond which a warning says how to have fewer."""
@@ -310,38 +300,13 @@ class ExecutionContext:
             )
         return known
 
-    def op_strategies(self, captured: Capture, shard: BatchShard) -> tuple[NodeStrategies, ...]:
-        """The strategies of a call for each partitioned axis; all ranks call this at once.
-
-        Raises:
-            UnevenRowsError: the batch is uneven, and strategies shard a rank's rows further.
-            DisagreementError: ranks of an axis have different graphs before the next axis.
-        """
+    def op_strategies(
+        self, captured: Capture, shard: BatchShard, planned: PlannedStrategies | None = None
+    ) -> tuple[NodeStrategies, ...]:
+        """The strategies of a call for each partitioned axis; see `agreed_strategies`."""
         assert self.plan is not None
-        plan, graph = self.plan, with_axes(captured.graph, self.plan)
-        rows = shard.slices.sizes[0] if rows_of(graph) else 0
-        is_uneven = bool(rows) and rows * shard.slices.count != shard.slices.rows
-        partitions = {partition.axis: partition for partition in plan.partitions}
-
-        def find_strategies(axis: str, graph: TrainingGraph) -> NodeStrategies:
-            partition = partitions[axis]
-            # Rank 0's graph is the one that was planned; others have their own rows and offsets.
-            op_strategies = broadcast_from_rank0(lambda: partition.strategies_for(graph, rows))
-            if graph.partitioned or op_strategies is not None:
-                advice = OWN_ERROR if graph.partitioned else SAME_CODE
-                assert_same_across_ranks({f"graph before {axis}": operators_hash(graph)}, advice)
-            if op_strategies is None:
-                op_strategies = self.make_strategies(graph, partition)
-            if is_uneven and needs_planned_rows(op_strategies, graph, rows, partition.ranks):
-                raise UnevenRowsError(
-                    f"a batch of {shard.slices.rows} rows is uneven over {plan.dp_size} ranks, and "
-                    "each of them would divide its rows further. Give a batch that divides evenly."
-                )
-            return rescale_interleave(op_strategies, graph, rows, rows_of(graph))
-
-        coordinate = Layout(plan).coordinate(rank())
-        steps = partition_in_order(partitions, graph, coordinate, find_strategies)
-        return tuple(op_strategies for _, _, op_strategies in steps)
+        graph = with_axes(captured.graph, self.plan)
+        return agreed_strategies(graph, self.plan, shard, self.make_strategies, planned)
 
     def lowering_options(self, no_sync: bool, unreduced: tuple[str, ...]) -> LoweringOptions:
         assert self.plan is not None

@@ -23,8 +23,11 @@ from autopar.runtime.tracing.argument_values import ArgumentValues
 from autopar.runtime.tracing.retracing import Retracing
 from autopar.runtime.watch.steps import StepWatch
 
-CaptureFunction = Callable[[int, int, int], Capture]
-"""Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches."""
+CaptureFunction = Callable[..., Capture]
+"""Captures a rank's call, given model-parallel size, pipeline size and number of micro-batches.
+
+A fourth argument says whether all micro-batches must have as many rows.
+"""
 MakePlan = Callable[[Any, CaptureFunction, Any], Plan]
 """Plans a call of a `DistributedModule`, given its (args, kwargs) too."""
 MakeFallback = Callable[[nn.Module, CaptureError], nn.Module]

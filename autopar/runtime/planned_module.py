@@ -24,9 +24,10 @@ from autopar.ir.placement import Shard
 from autopar.plan.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.agreement.strategies import MakeStrategies
 from autopar.runtime.agreement.turn import Turn
 from autopar.runtime.codegen.surroundings import apart_from_hooks
-from autopar.runtime.context import ExecutionContext, MakeStrategies
+from autopar.runtime.context import ExecutionContext
 from autopar.runtime.execution import Execution, MakeFallback, MakePlan
 from autopar.runtime.fallback import check_runs
 from autopar.runtime.group_cache import group_of
@@ -190,14 +191,16 @@ class PlannedModule(nn.Module):
 
     def _plan_for_training(self, leaves: list[Any], structure: Any) -> None:
 
-        def first_rows(model_parallel_size: int, pp_size: int, micro_batches: int) -> BatchShard:
+        def first_rows(
+            model_parallel_size: int, pp_size: int, micro_batches: int, even: bool = False
+        ) -> BatchShard:
             options = replace(
                 self._options, model_parallel_size=model_parallel_size, pp_size=pp_size
             )
             shard = self._batch_shard(leaves, structure, options, strict=True)
-            return shard.split_micro_batches(micro_batches)[0]
+            return shard.split_micro_batches(micro_batches, even)[0]
 
-        def capture(*sizes: int) -> Capture:
+        def capture(*sizes: Any) -> Capture:
             return self._context.capture(first_rows(*sizes), for_planning=True)
 
         try:

@@ -70,12 +70,13 @@ class MeshEstimator:
         """The estimate of a problem whose strategy fixes mesh and micro-batches.
 
         Raises:
-            BatchError: the rows cannot be divided into equal micro-batches.
+            BatchError: there are too few rows, or a number that is left open does not divide them.
         """
         strategy, rows = problem.strategy, self._rows
         micro_batches = strategy.micro_batches or 1
         slices = problem.dp_size * micro_batches
-        if slices > rows or (micro_batches > 1 and rows % slices):
+        is_open = self._problem.strategy.micro_batches is None
+        if slices > rows or (is_open and micro_batches > 1 and rows % slices):
             raise BatchError(f"{rows} rows cannot be cut into {slices} equal slices")
         axes = tuple(strategy.axes.items())
         figures = {

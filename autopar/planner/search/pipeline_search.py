@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -42,11 +43,19 @@ from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.evaluate.stage_partition import Cuts, Segment, partition_stages
 from autopar.planner.search.config_search import search_configs
 
+CaptureMicroBatch = Callable[[int, bool], TrainingGraph]
+"""Captures the first of a number of micro-batches; whether all must have as many rows."""
+
 MICRO_BATCHES_PER_RANK = 4
 """Most micro-batches tried per pipeline rank; further ones hardly shrink the bubble."""
 
 APART = 1.5
 """Least ratio of numbers of micro-batches: neighbours idle alike, and each costs a capture."""
+
+UNEVEN = (
+    "micro-batches differ by a row, since their number does not divide the rows. They are priced "
+    "as if all had as many rows as the first"
+)
 
 DATA_PARALLEL_PASSES = (
     ShardReplicated, ShardParameters, CastBeforeGather, SynchronizeGradients, BucketCollectives,
@@ -59,36 +68,63 @@ FINALISTS = 3
 
 
 def capture_micro_batches(
-    strategy: Strategy, capture: Callable[[int], TrainingGraph]
+    strategy: Strategy, capture: CaptureMicroBatch
 ) -> dict[int, TrainingGraph]:
-    """Captures one micro-batch for each number of micro-batches that the strategy allows.
+    """Captures the first micro-batch for each number of micro-batches that the strategy allows.
 
-    If it leaves the number open, these are divisors of the rows that lie well apart.
+    If it leaves the number open, these are divisors of the rows that lie well apart, and other
+    numbers where divisors lie too far apart.
 
     Raises:
-        BatchError: the rows do not divide into the number of micro-batches that the strategy fixes.
+        BatchError: there are fewer rows than micro-batches that the strategy fixes.
     """
     if strategy.micro_batches is not None or strategy.stages == 1:
         count = strategy.micro_batches or 1
         try:
-            return {count: capture(count)}
+            return {count: _captured(count, capture)}
         except CoupledRowsError as error:
             # Batch norm, for example, reduces over all micro-batches inside the forward.
-            graph = capture(1)
+            graph = capture(1, True)
             note = f"one micro-batch instead of {count}: {error}"
             return {1: replace(graph, notes=(*graph.notes, note))}
-    captures, last = {1: capture(1)}, 1
-    for count in range(2, MICRO_BATCHES_PER_RANK * (strategy.pp or 1) + 1):
+    captures, last = {1: capture(1, True)}, 1
+    most = MICRO_BATCHES_PER_RANK * (strategy.pp or 1)
+    for count in range(2, most + 1):
         if count < APART * last:
             continue
         try:
-            captures[count] = capture(count)
+            captures[count] = capture(count, True)
         except BatchError:  # it divides no rows, which shows before anything is captured
             continue
         except (CaptureError, CoupledRowsError):
-            break
+            return captures
         last = count
-    return captures
+    for count in _between(list(captures), most):
+        with contextlib.suppress(BatchError, CaptureError, CoupledRowsError):
+            captures[count] = _captured(count, capture)
+    return dict(sorted(captures.items()))
+
+
+def _captured(count: int, capture: CaptureMicroBatch) -> TrainingGraph:
+    """One micro-batch, with a note if others have fewer rows."""
+    try:
+        return capture(count, True)
+    except BatchError:  # it divides no rows, which shows before anything is captured
+        graph = capture(count, False)
+    return replace(graph, notes=(*graph.notes, UNEVEN))
+
+
+def _between(divisors: Sequence[int], most: int) -> Iterator[int]:
+    """Doubles of each divisor that lie well apart from the next one.
+
+    >>> list(_between([1, 7], 8)), list(_between([1, 2, 3, 5, 10, 15, 30], 32))
+    ([2, 4], [])
+    """
+    for divisor, following in zip(divisors, [*divisors[1:], math.inf], strict=True):
+        count = 2 * divisor
+        while APART * count <= following and count <= most:
+            yield count
+            count *= 2
 
 
 def _schedules(

@@ -139,19 +139,19 @@ class PipelineCall:
 
     def _run_prologue(self) -> None:
         """Computes the batch totals that depend on inputs alone."""
-        prologue = self.compiled.prologue
-        if prologue is None:
+        prologues = self.compiled.prologues
+        if not prologues:
             return
         partials: TensorsByIndex = {}
-        for micro in range(len(self.micro_batches)):
+        for micro, prologue in enumerate(prologues):
             results = prologue.run([self.argument(role, micro) for role in prologue.graph.inputs])
             for role, value in zip(prologue.graph.outputs, results, strict=True):
                 assert isinstance(role, roles.MicrobatchPartial)
                 known = partials.get(role.index)
                 partials[role.index] = value if known is None else known + value
         fakes = {
-            r.index: prologue.fake_tensors[r]
-            for r in prologue.graph.outputs
+            r.index: prologues[-1].fake_tensors[r]
+            for r in prologues[-1].graph.outputs
             if isinstance(r, roles.MicrobatchPartial)
         }
         # all stages have the same rows: the first stage counts them for all
@@ -218,7 +218,8 @@ class PipelineCall:
             fake = tensors(node)[0]
             shape = list(fake.shape)
             if batch_dim is not None:
-                shape[batch_dim] *= len(self.micro_batches)
+                rows = compiled.rows
+                shape[batch_dim] = shape[batch_dim] // rows[-1] * sum(rows)
             value = torch.empty(shape, dtype=fake.dtype, device=compiled.device)
         if compiled.group is not None:
             dist.broadcast(value, group=compiled.group, group_src=owner)
@@ -294,16 +295,19 @@ class PipelineCall:
         return gradients.pop(name, None)
 
     def _micro_batch_tangent(self, index: int, tangent: torch.Tensor, micro: int) -> torch.Tensor:
-        """A micro-batch's part of an output's gradient, times the number of micro-batches.
+        """A micro-batch's part of an output's gradient, over its share of the rank's rows.
 
-        The reduction averages over micro-batches, as it does for losses.
+        The reduction averages over rows, as it does for losses.
         """
-        stage = self.compiled.graphs.output_stage.get(index)
-        count = len(self.micro_batches)
-        if stage is None or count == 1:
+        stage, rows = self.compiled.graphs.output_stage.get(index), self.compiled.rows
+        if stage is None or len(rows) == 1:
             return tangent
         batch_dim = self._batch_dim(index, stage)
-        return tangent if batch_dim is None else tangent.chunk(count, batch_dim)[micro] * count
+        if batch_dim is None:
+            return tangent
+        unit = tangent.shape[batch_dim] // sum(rows)
+        part = tangent.narrow(batch_dim, sum(rows[:micro]) * unit, rows[micro] * unit)
+        return part * (sum(rows) / rows[micro])
 
     def input_gradient(self, index: int) -> torch.Tensor:
         """The gradient of an argument's rows on this rank, summed along the pipeline."""

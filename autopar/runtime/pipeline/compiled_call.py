@@ -18,8 +18,9 @@ from autopar.cost_model.simulator.schedules import (
     orders,
     split_orders,
 )
+from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
+from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter, StageOutput
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.node_builder import is_random
 from autopar.passes.core.runner import run_passes
@@ -27,6 +28,7 @@ from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.pipeline_parallel.split_dgrad_wgrad import split_dgrad_wgrad
 from autopar.passes.pipeline_parallel.split_messages import split_gathers, split_reductions
+from autopar.passes.pipeline_parallel.split_stages import PipelineStages
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
@@ -47,38 +49,66 @@ class TiedParameter(NamedTuple):
     others: list[int]
 
 
+class MicroBatchKind(NamedTuple):
+    """Micro-batches of a call with equally many rows, by the capture of one."""
+
+    rows: int
+    capture: Capture
+    op_strategies: Sequence[NodeStrategies]
+
+
 @dataclass
 class CompiledPipelineCall:
     """The stages of a rank and their schedules for one kind of call.
 
     Attributes:
-        capture: the captured call of one micro-batch.
+        kinds: kinds of micro-batches: of those with most rows, and of the others.
+        rows: rows of each micro-batch.
         group: process group along the pipeline, None if this rank has all stages.
-        graphs: graphs of all stages.
-        prologue: computes partials from the inputs, None if there are none.
+        capture: the captured call of the last micro-batch.
+        graphs: graphs of all stages, for the last micro-batch.
+        prologues: compute partials of each micro-batch from its inputs; () if there are none.
         epilogue: computes results and new values of buffers from batch totals.
     """
 
-    capture: Capture
-    op_strategies: InitVar[Sequence[NodeStrategies]]
+    kinds: InitVar[Sequence[MicroBatchKind]]
+    rows: Sequence[int]
     options: LoweringOptions
-    micro_batches: int
     device: torch.device
     group: dist.ProcessGroup | None
 
-    def __post_init__(self, op_strategies: Sequence[NodeStrategies]) -> None:
+    def __post_init__(self, kinds: Sequence[MicroBatchKind]) -> None:
         options, count = self.options, self.micro_batches
         plan, rank = options.plan, options.rank
         assert plan.pipeline is not None
         self.pipeline, self.mesh_coordinate = plan.pipeline, Layout(plan).coordinate(rank)
         self.pp_rank = self.mesh_coordinate.get("pp", 0)
-        graphs = split_plan_stages(self.capture.graph, plan, rank, op_strategies, count)
-        self.graphs, self.stages = graphs, dict[int, Stage]()
+        by_rows = {kind.rows: kind for kind in kinds}
+        graphs = {
+            rows: split_plan_stages(kind.capture.graph, plan, rank, kind.op_strategies, count)
+            for rows, kind in by_rows.items()
+        }
+        _check_alike(*graphs.values())
+        last = self.rows[-1]
+        self.capture, self.graphs, self.stages = by_rows[last].capture, graphs[last], {}
         for index in self.pipeline.stages_of(self.pp_rank):
-            self.stages[index] = Stage(index, _build_stage(graphs.stages[index], options, count))
-        before = graphs.prologue
-        self.prologue = None if before is None else _build_prologue_or_epilogue(before, options)
-        self.epilogue = _build_prologue_or_epilogue(graphs.epilogue, options)
+            programs = {
+                rows: _build_stage(each.stages[index], options, count)
+                for rows, each in graphs.items()
+            }
+            self.stages[index] = Stage(index, [programs[rows] for rows in self.rows])
+        prologues = {
+            rows: _build_prologue_or_epilogue(each.prologue, options)
+            for rows, each in graphs.items()
+            if each.prologue is not None
+        }
+        self.prologues = [prologues[rows] for rows in self.rows] if prologues else []
+        self.epilogue = _build_prologue_or_epilogue(self.graphs.epilogue, options)
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches."""
+        return len(self.rows)
 
     @cached_property
     def outputs_by_gradient(self) -> Mapping[str | int, frozenset[int]]:
@@ -148,7 +178,7 @@ class CompiledPipelineCall:
                 transfers += [dist.isend(value, group=self.group, group_dst=u) for u in users]
             elif self.pp_rank in users:
                 role = Parameter(name)
-                fakes = (stage.program.forward.fake_tensors for stage in self.stages.values())
+                fakes = (s.programs[0].forward.fake_tensors for s in self.stages.values())
                 fake = next(table[role] for table in fakes if role in table)
                 value = torch.empty(fake.shape, dtype=fake.dtype, device=self.device)
                 received[name] = value
@@ -175,6 +205,30 @@ class CompiledPipelineCall:
         _wait(transfers)
         for name, value in received:
             gradients[name] = gradients[name] + value if name in gradients else value
+
+
+def _check_alike(first: PipelineStages, *others: PipelineStages) -> None:
+    """Raises CoupledRowsError unless micro-batches of other sizes give values that add up."""
+    for other in others:
+        if _described(first) != _described(other):
+            raise CoupledRowsError(
+                "the operators of forward depend on the number of rows, so micro-batches of other "
+                "sizes do not add up: give a batch that micro_batches divides"
+            )
+
+
+def _described(stages: PipelineStages) -> list[str]:
+    """Values that leave the stages for the loop, and those summed over micro-batches."""
+    graphs = [*stages.stages, *([stages.prologue] if stages.prologue is not None else [])]
+    lines = [f"epilogue {[str(node.target) for node in stages.epilogue.calls()]}"]
+    for place, graph in enumerate(graphs):
+        for role, node in zip(graph.outputs, graph.results, strict=True):
+            if node is None or isinstance(role, StageOutput):
+                continue
+            dims = (node.meta.get("batch_dims") or ((),))[0]
+            shape = [s for d, s in enumerate(tensors(node)[0].shape) if d not in dims]
+            lines.append(f"{place} {role} {shape} {dims}")
+    return sorted(lines)
 
 
 def _wait(transfers: Sequence[dist.Work | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 
 from autopar._torch import backward_keeps_graph
-from autopar.capture.call import BatchShard
+from autopar.capture.call import BatchShard, UnevenRowsError
 from autopar.common.bounded_cache import BoundedCache, paused_collector
 from autopar.common.notices import NumericsNote, warn_of_notes
 from autopar.errors import CoupledRowsError, StrategyError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.plan.plan import Plan
+from autopar.runtime.agreement.consensus import run_on_all_ranks
+from autopar.runtime.agreement.ragged import have_all
+from autopar.runtime.agreement.strategies import PlannedStrategies
 from autopar.runtime.agreement.transforms import tell_of_saved_tensors_hooks
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks
@@ -25,7 +29,7 @@ from autopar.runtime.context import ExecutionContext
 from autopar.runtime.parameters.sharded_view import version_of
 from autopar.runtime.parameters.whole_gradient import whole_gradient
 from autopar.runtime.pipeline.call import PipelineCall, Scalar
-from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
+from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall, MicroBatchKind
 from autopar.runtime.tracing.earlier_modes import as_called
 
 LATE_SCALE = NumericsNote(
@@ -40,12 +44,12 @@ class PipelineExecutor:
     """Runs calls of a module whose plan has pipeline stages.
 
     Attributes:
-        is_coupled: whether micro-batches need each other's rows, by kind of call.
+        counts: number of micro-batches of each kind of call.
     """
 
     context: ExecutionContext
     compiled_calls: BoundedCache[CompiledPipelineCall] = field(default_factory=BoundedCache)
-    is_coupled: dict[Any, bool] = field(default_factory=dict)
+    counts: dict[Any, int] = field(default_factory=dict)
     loss_tangent: Scalar = 1.0  # of the previous loss
 
     @property
@@ -55,7 +59,7 @@ class PipelineExecutor:
 
     def run(self, shard: BatchShard, no_sync: bool) -> Any:
         context = self.context
-        call = self._call(self._micro_batches(shard), no_sync)
+        call = self._call_of(shard, no_sync)
         compiled = call.compiled
         with context.rng.as_default(compiled.is_random), context.without_autocast():
             if compiled.differentiates:
@@ -76,33 +80,46 @@ class PipelineExecutor:
         context.write_buffers(call.updates, compiled.capture.rebound_buffers)
         return context.result_of(compiled.capture, call.returned, outputs)
 
-    def _micro_batches(self, shard: BatchShard) -> list[BatchShard]:
-        """As many micro-batches as planned; fewer if small, one if they need each other's rows."""
-        pipeline, rows = self.plan.pipeline, shard.rows
-        assert pipeline is not None
-        count = pipeline.micro_batches
-        if not shard.slices.is_even:
-            count = 1
-        elif rows < pipeline.rows:
-            count = gcd(count, rows)
-        micro_batches = shard.split_micro_batches(count)
-        key = (self.context.call_key(micro_batches[0]), torch.is_grad_enabled())
-        if len(micro_batches) > 1 and key not in self.is_coupled:
-            try:
-                with apart_from_hooks():
-                    self.context.capture(micro_batches[0])
-            except CoupledRowsError:
-                self.is_coupled[key] = True
-            else:
-                self.is_coupled[key] = False
-        return [shard] if self.is_coupled.get(key, False) else micro_batches
+    def _call_of(self, shard: BatchShard, no_sync: bool) -> PipelineCall:
+        """A call in as many micro-batches as planned, or in fewer.
+
+        Few rows have fewer. Where uneven ones need each other's rows, they are even; where these
+        do too, all rows are one.
+        """
+        assert self.plan.pipeline is not None
+        most, sizes = self.plan.pipeline.micro_batches, shard.slices.sizes
+        key = (self.context.call_key(shard), torch.is_grad_enabled())
+        known = self.counts.get(key)
+        for count in dict.fromkeys((known or min(most, *sizes), gcd(most, *sizes))):
+            micro_batches = shard.split_micro_batches(count)
+            if known is None and not self._run_one_by_one(micro_batches):
+                continue
+            # both errors come on all ranks, before any has computed
+            with contextlib.suppress(CoupledRowsError, UnevenRowsError):
+                call = self._call(micro_batches, no_sync)
+                self.counts[key] = count
+                return call
+        self.counts[key] = 1
+        return self._call([shard], no_sync)
+
+    def _run_one_by_one(self, micro_batches: list[BatchShard]) -> bool:
+        """Whether no micro-batch needs the rows of others before all forwards have run."""
+        if len(micro_batches) == 1:
+            return True
+        try:
+            with apart_from_hooks():
+                for micro_batch in _of_each_size(micro_batches):
+                    self.context.capture(micro_batch)
+        except CoupledRowsError:
+            return have_all(False)
+        return have_all(True)
 
     def _call(self, micro_batches: list[BatchShard], no_sync: bool) -> PipelineCall:
         """A call; its stages and schedules are made once for each kind of call."""
-        context, count, micro_batch = self.context, len(micro_batches), micro_batches[0]
+        context, micro_batch = self.context, micro_batches[0]
         unreduced = () if no_sync else context.held_gradients.names
         key = context.call_key(micro_batch)
-        key = (*key, torch.is_grad_enabled(), count, no_sync, unreduced)
+        key = (*key, torch.is_grad_enabled(), len(micro_batches), no_sync, unreduced)
         compiled = self.compiled_calls.get(key)
         if compiled is None:
             options = context.lowering_options(no_sync, unreduced)
@@ -110,11 +127,11 @@ class PipelineExecutor:
             has_pp = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
             group = mesh.get_group("pp") if mesh is not None and has_pp else None
             with paused_collector(), apart_from_hooks():
-                captured = context.capture_on_all_ranks(micro_batch)
+                kinds = self._kinds(_of_each_size(micro_batches))
+                rows = [each.rows for each in micro_batches]
                 with context.without_autocast():
-                    op_strategies = context.op_strategies(captured, micro_batch)
-                    compiled = CompiledPipelineCall(
-                        captured, op_strategies, options, count, context.device, group
+                    compiled = run_on_all_ranks(
+                        lambda: CompiledPipelineCall(kinds, rows, options, context.device, group)
                     )
             if not context.options.on_trial:
                 for graph in compiled.graphs.stages:
@@ -126,6 +143,16 @@ class PipelineExecutor:
         modes = key[0]
         return PipelineCall(compiled, context, micro_batches, no_sync, modes, self.loss_tangent)
 
+    def _kinds(self, micro_batches: list[BatchShard]) -> list[MicroBatchKind]:
+        """The kinds of micro-batches, by one of each size; all ranks call this at once."""
+        kinds, planned = [], PlannedStrategies()
+        for micro_batch in micro_batches:
+            captured = self.context.capture_on_all_ranks(micro_batch)
+            with self.context.without_autocast():
+                op_strategies = self.context.op_strategies(captured, micro_batch, planned)
+            kinds.append(MicroBatchKind(micro_batch.rows, captured, op_strategies))
+        return kinds
+
     def rerun_with_all_tangents(self, call: PipelineCall, state: int) -> PipelineCall:
         """Runs the forward of a call again, so that every output can receive a gradient."""
         self.context.all_tangents = True
@@ -135,6 +162,12 @@ class PipelineExecutor:
         with context.without_autocast():
             again.run_forward()
         return again
+
+
+def _of_each_size(micro_batches: list[BatchShard]) -> list[BatchShard]:
+    """The first and the last one, which are of two sizes if those of any rank are."""
+    is_even = len(micro_batches) == 1 or micro_batches[0].slices.is_even
+    return micro_batches[:1] if is_even else [micro_batches[0], micro_batches[-1]]
 
 
 def _computes_in_fp16(graph: TrainingGraph) -> bool:

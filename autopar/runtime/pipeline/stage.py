@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,11 @@ class StageBackward:
     graph: TrainingGraph
     parts: tuple[CompiledGraph, ...]
     finish: CompiledGraph | None = None
+
+    @cached_property
+    def fake_tensors(self) -> Mapping[Any, torch.Tensor]:
+        """The fake tensor of each role of the whole backward."""
+        return CompiledGraph(self.graph, self.parts[0].run).fake_tensors
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,6 @@ class StageCall(Protocol):
     """
 
     context: ExecutionContext
-    micro_batches: Sequence[Any]
     retain_graph: bool
     tangents: list[dict[int, torch.Tensor]]
     totals: dict[int, torch.Tensor]
@@ -92,8 +97,8 @@ class Stage:
 
     call: StageCall  # set by the schedule
 
-    def __init__(self, index: int, program: StageProgram) -> None:
-        self.index, self.program = index, program
+    def __init__(self, index: int, programs: Sequence[StageProgram]) -> None:
+        self.index, self.programs = index, programs  # of each micro-batch
         self.pending: dict[int, Values] = {}
         self.gathered = Values()  # what `gathers` has left to the first forward
         self.reducing: Reducing | None = None
@@ -106,14 +111,15 @@ class Stage:
         self.call, self.reducing = call, None
         self.pending.clear()
         self.gathered.clear()
-        gathers = self.program.gathers
+        gathers = self.programs[0].gathers
         if forwards and gathers is not None:
             results = gathers.run([call.argument(role, 0) for role in gathers.graph.inputs])
             self.gathered = dict(zip(gathers.graph.outputs, results, strict=True))
 
     def forward(self, micro: int, received: Values) -> Values:
         self.finish()
-        call, graph = self.call, self.program.forward if micro else self.program.first_forward
+        call, program = self.call, self.programs[micro]
+        graph = program.forward if micro else program.first_forward
         known = received | self.gathered
         received.clear()
         self.gathered = Values()
@@ -184,9 +190,10 @@ class Stage:
             self._run(graph, micro, known)
 
     def _backward(self, micro: int) -> StageBackward | None:
-        if micro == len(self.call.micro_batches) - 1:
-            return self.program.last_backward
-        return self.program.middle_backward if micro else self.program.first_backward
+        program = self.programs[micro]
+        if micro == len(self.programs) - 1:
+            return program.last_backward
+        return program.middle_backward if micro else program.first_backward
 
     def _run(
         self, graph: CompiledGraph, micro: int, known: Values, later: frozenset[Any] = frozenset()

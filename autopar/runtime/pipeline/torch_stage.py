@@ -7,7 +7,6 @@ this module, since the base class loads Dynamo.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from autopar._torch_dynamo import PipelineStageBase
 from autopar.ir.roles import StageInput, StageOutput
 from autopar.passes.core.node_builder import dims_by_stride
-from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.pipeline.stage import Stage, Values, inputs_of_next
 from autopar.runtime.watch.collective_log import LOG
 
@@ -59,17 +57,17 @@ class TorchStage(PipelineStageBase):
         """Does nothing: the last backward reduces."""
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.activations, micro, self.stage.program.forward.fake_tensors, -1)
+        return self._receive(self.activations, micro, self._forward_fakes(micro), -1)
 
     def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
         values = self.activations.pop(micro)
-        return self._send(values, self.stage.program.forward.fake_tensors, +1)
+        return self._send(values, self._forward_fakes(micro), +1)
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._receive(self.gradients, micro, self._backward_fakes, +1)
+        return self._receive(self.gradients, micro, self._backward_fakes(micro), +1)
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        return self._send(self.gradients.pop(micro), self._backward_fakes, -1)
+        return self._send(self.gradients.pop(micro), self._backward_fakes(micro), -1)
 
     # Neighbours on one rank, as in a V, hand over what they send.
 
@@ -83,12 +81,12 @@ class TorchStage(PipelineStageBase):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self.gradients[mb_index] = inputs_of_next(next_stage_bwd_outputs)
 
-    @cached_property
-    def _backward_fakes(self) -> Mapping[Any, torch.Tensor]:
-        backward = self.stage.program.last_backward
-        if backward is None:
-            return {}
-        return CompiledGraph(backward.graph, backward.parts[0].run).fake_tensors
+    def _forward_fakes(self, micro: int) -> Mapping[Any, torch.Tensor]:
+        return self.stage.programs[micro].forward.fake_tensors
+
+    def _backward_fakes(self, micro: int) -> Mapping[Any, torch.Tensor]:
+        backward = self.stage.programs[micro].last_backward
+        return {} if backward is None else backward.fake_tensors
 
     def _receive(
         self, table: dict[int, Values], micro: int, fakes: Mapping[Any, torch.Tensor], offset: int

@@ -13,6 +13,7 @@ from autopar.cost_model.kernels.roofline import STREAMED
 from autopar.errors import BatchError, OutOfMemoryError, StrategyError
 from autopar.planner.search.pipeline_search import capture_micro_batches
 from tests.harness.models import MODELS
+from tests.passes.golden import two_layers
 
 WIDTH, ROWS = 4096, 65536
 
@@ -162,8 +163,8 @@ def test_batch_norm_is_not_cut_into_micro_batches():
 def test_what_cannot_be_cut_is_said():
     with pytest.raises(StrategyError, match=r"Tower uses parameters in 3 places.* 4 stages"):
         planned(Tower(layers=2), world_size=4, pp=4)
-    with pytest.raises(BatchError, match="cannot be cut into 3 equal micro-batches"):
-        planned(Tower(), pp=2, micro_batches=3)
+    with pytest.raises(BatchError, match=r"2 rows.* cannot be cut into 3 micro-batches"):
+        planned(Tower(), (torch.empty(2, WIDTH, device="meta"),), pp=2, micro_batches=3)
     with pytest.raises(StrategyError, match=r"'layers.9' is no module or parameter"):
         planned(Tower(), pp=2, split_points=("layers.9",))
     with pytest.raises(StrategyError, match="in the order of the forward"):
@@ -188,11 +189,34 @@ def test_gathered_rows_leave_gradients_on_the_stage_of_their_parameters() -> Non
     assert dict(plan.mesh) == {"pp": 2, "dp": 2}
 
 
-def test_numbers_of_micro_batches_divide_the_rows():
-    def capture(count):
-        if 30 % count:
-            raise BatchError("30 rows")
-        return count
+def test_numbers_of_micro_batches():
+    """Divisors of the rows, and doubles of one where the next lies far off."""
 
-    numbers = {pp: list(capture_micro_batches(autopar.Strategy(pp=pp), capture)) for pp in (2, 8)}
-    assert numbers == {2: [1, 2, 3, 5], 8: [1, 2, 3, 5, 10, 15, 30]}
+    def numbers(rows, pp):
+        graph = two_layers(ranks=2, rows=4).graph(0)
+
+        def capture(count, even):
+            if count > rows or (even and rows % count):
+                raise BatchError(f"{rows} rows")
+            return graph
+
+        return list(capture_micro_batches(autopar.Strategy(pp=pp), capture))
+
+    assert numbers(30, 2) == [1, 2, 3, 5]
+    assert numbers(30, 8) == [1, 2, 3, 5, 10, 15, 30]
+    assert [numbers(rows, 2) for rows in (5, 7, 9, 11)] == [
+        [1, 2, 5],
+        [1, 2, 4, 7],
+        [1, 2, 3, 6],
+        [1, 2, 4, 8],
+    ]
+
+
+def test_micro_batches_that_do_not_divide_the_rows_are_priced_as_the_largest():
+    even, uneven, more = (
+        planned(Tower(), (torch.empty(rows, WIDTH, device="meta"),), pp=2, micro_batches=4)
+        for rows in (ROWS, ROWS + 1, ROWS + 4)
+    )
+    assert uneven.prediction.step_s == more.prediction.step_s > even.prediction.step_s
+    assert any("differ by a row" in note for note in uneven.notes)
+    assert not any("differ by a row" in note for plan in (even, more) for note in plan.notes)
