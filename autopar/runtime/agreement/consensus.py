@@ -25,11 +25,13 @@ def gather_objects(value: Any, event: str = "exchanges values with the others") 
     return [pickle.loads(payload) for payload in exchanged.payloads]
 
 
-def assert_same_across_ranks(values: Mapping[str, object], advice: str) -> None:
-    """Raises DisagreementError on every rank if a value differs between ranks."""
+def assert_same_across_ranks(values: Mapping[str, object], advice: str, group: object = "") -> None:
+    """Raises DisagreementError on every rank if a value differs between ranks of equal groups."""
     if not is_multi_rank():
         return
-    entries = [Entry(f"hold another {name}", str(v), advice=advice) for name, v in values.items()]
+    entries = [
+        Entry(f"hold another {name}", str(value), group, advice) for name, value in values.items()
+    ]
     _open_channel().exchange(f"compares its {', '.join(values)}", entries)
 
 

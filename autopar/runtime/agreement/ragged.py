@@ -7,6 +7,7 @@ compared, and must communicate alike.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from autopar.common.notices import warn_once
 from autopar.errors import NumericsWarning
@@ -14,9 +15,14 @@ from autopar.ir.graph import TrainingGraph, tensors
 from autopar.runtime.agreement.channel import channel
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 
-ADVICE = (
+SIZES_ADVICE = (
     "Ranks that bring tensors of other sizes must reduce the same values in the same order: let "
     "nothing in forward depend on sizes but shapes, or pad to one length (autopar.pad_to_bucket)."
+)
+
+RECOMPUTE_ADVICE = (
+    "Ranks whose parts of a tensor are uneven may compute other messages again: give "
+    'recompute="full", which keeps what was received, or sizes that the ranks divide.'
 )
 
 
@@ -32,19 +38,20 @@ def have_all(present: bool) -> bool:
     return all(own[0] for own in exchanged.samples)
 
 
-def check_collectives(graph: TrainingGraph) -> None:
-    """Checks that the programs of all ranks communicate alike; all ranks call this at once.
+def check_collectives(graphs: Iterable[TrainingGraph], advice: str, stage: object = "") -> None:
+    """Checks that ranks of a pipeline's stage communicate alike; all ranks call this at once.
 
     Raises:
         DisagreementError: they do not.
     """
     lines = [
         f"{node.target} {[t.dtype for t in tensors(node)]}"  # shards have the sizes of their rank
+        for graph in graphs
         for node in graph.graph.nodes
         if getattr(node.target, "namespace", "") == "_c10d_functional"
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    assert_same_across_ranks({"order of messages": digest}, ADVICE)
+    assert_same_across_ranks({"order of messages": digest}, advice, stage)
 
 
 def warn_of_other_sizes(model: str, is_apart: bool) -> None:

@@ -17,7 +17,7 @@ from autopar.errors import CoupledRowsError, StrategyError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
-from autopar.runtime.agreement.ragged import have_all
+from autopar.runtime.agreement.ragged import RECOMPUTE_ADVICE, check_collectives, have_all
 from autopar.runtime.agreement.strategies import PlannedStrategies
 from autopar.runtime.agreement.transforms import tell_of_saved_tensors_hooks
 from autopar.runtime.border.first_derivative import differentiable_once
@@ -133,6 +133,9 @@ class PipelineExecutor:
                     compiled = run_on_all_ranks(
                         lambda: CompiledPipelineCall(kinds, rows, options, context.device, group)
                     )
+            programs = [p for stage in compiled.stages.values() for p in stage.programs]
+            graphs = [graph for program in programs for graph in program.graphs]
+            check_collectives(graphs, RECOMPUTE_ADVICE, stage=compiled.pp_rank)
             if not context.options.on_trial:
                 for graph in compiled.graphs.stages:
                     warn_of_notes(graph.notes, trains=compiled.differentiates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +57,13 @@ class StageProgram:
     first_backward: StageBackward | None
     middle_backward: StageBackward | None
     last_backward: StageBackward | None
+
+    @property
+    def graphs(self) -> Iterator[TrainingGraph]:
+        """Graphs of the functions, in a fixed order."""
+        forwards = self.gathers, self.first_forward, self.forward
+        backwards = self.first_backward, self.middle_backward, self.last_backward
+        yield from (each.graph for each in (*forwards, *backwards) if each is not None)
 
 
 class Reducing(NamedTuple):

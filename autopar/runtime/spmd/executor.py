@@ -22,7 +22,12 @@ from autopar.common.notices import warn_of_notes
 from autopar.errors import CaptureError, StrategyError
 from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
-from autopar.runtime.agreement.ragged import check_collectives, have_all
+from autopar.runtime.agreement.ragged import (
+    RECOMPUTE_ADVICE,
+    SIZES_ADVICE,
+    check_collectives,
+    have_all,
+)
 from autopar.runtime.agreement.transforms import (
     check_not_batched,
     tell_of_saved_tensors_hooks,
@@ -117,8 +122,8 @@ class SpmdExecutor:
         if program is not None and is_made:
             return program
         program = self._new_program(shard, no_sync, unreduced)
-        if ragged:
-            check_collectives(program.graph)
+        # A minimum cut weighs this rank's parts, so passes alone do not make ranks agree.
+        check_collectives([program.graph], SIZES_ADVICE if ragged else RECOMPUTE_ADVICE)
         return self.programs.add(key, program, context.options.max_programs)
 
     def _new_program(self, shard: BatchShard, no_sync: bool, unreduced: tuple[str, ...]) -> Program:
