@@ -178,8 +178,8 @@ class Comparison:
 
     def everywhere(self) -> dict[str, Deviation]:
         """The worst deviation of each kind over all ranks; all ranks call this at once."""
-        own = [*self.worst.values(), *([self.first] if self.first else [])]
-        local = own, self.missing, self.left_out
+        deviations = [*self.worst.values(), *([self.first] if self.first else [])]
+        local = deviations, self.missing, self.left_out
         found = gather_objects(local) if is_multi_rank() else [local]
         for deviations, _, left_out in found:
             self.left_out |= left_out
