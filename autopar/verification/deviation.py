@@ -162,16 +162,22 @@ class Comparison:
                     error, index = _difference(value, expected[name], floor, self.rounding[name])
                     self.left_out.add(name)
                 if kind == "gradient" and error <= self.tolerance:
-                    self._note_rounding(name, value, expected[name])
+                    self._note_rounding(name, value, expected[name], largest, floor)
             self._record(Deviation(kind, name, error, step, index))
 
-    def _note_rounding(self, name: str, actual: Tensor, expected: Tensor) -> None:
-        """Keeps the elements that differ though the gradient agrees as a whole.
+    def _note_rounding(
+        self, name: str, actual: Tensor, expected: Tensor, largest: float, floor: float
+    ) -> None:
+        """Keeps the elements that differ by rounding, in a gradient that agrees as a whole.
 
         AdamW divides a gradient by its size. So it turns the rounding of an element whose true
         gradient is zero, such as that of a key's bias, into a step of full length.
         """
-        noisy = differences(actual, expected).abs() > self.tolerance * real_numbers(expected).abs()
+        difference, norm = differences(actual, expected).abs(), _norm(expected)
+        # Terms that cancel to a gradient of mere rounding are as large as other gradients.
+        rounding = 10 * self.eps * (norm if norm > floor else largest)
+        noisy = difference > self.tolerance * real_numbers(expected).abs()
+        noisy &= difference <= rounding
         if noisy.any():
             before = self.rounding.get(name)
             self.rounding[name] = noisy if before is None else before | noisy

@@ -146,6 +146,16 @@ def test_rounding_that_an_optimizer_makes_larger_is_no_deviation() -> None:
     assert compared.first == Deviation("parameter", "bias", compared.first.error, 2, (0,))
 
 
+def test_a_small_element_that_is_wrong_is_a_deviation() -> None:
+    gradient = torch.tensor([1.0, 5e-6])
+    compared = Comparison(1e-5, torch.finfo(torch.float32).eps)
+    compared.add("gradient", 1, {"bias": gradient * torch.tensor([1.0, 2.0])}, {"bias": gradient})
+    compared.add("parameter", 1, {"bias": torch.tensor([1.0, 1.1])}, {"bias": torch.ones(2)})
+    assert compared.first is not None
+    assert compared.first.kind == "parameter"
+    assert compared.notes == ()
+
+
 class Ragged(Branching):
     """A mean over labels that are not ignored, of which ranks have unlike numbers."""
 
