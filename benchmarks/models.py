@@ -31,6 +31,9 @@ class Case:
     learning_rate: float = 1e-3  # of AdamW
     batch_statistics: bool = False  # whether the loss depends on the division of rows (BatchNorm)
     experts: Mapping[str, autopar.Shard] = field(default_factory=dict)  # placements along ep
+    search: tuple[str, ...] = ("pp", "tp")  # axes that the chosen plan may have
+    # further strategies for a number of ranks, by name, that suit this model alone
+    strategies: Callable[[int], Mapping[str, autopar.Strategy]] = lambda ranks: {}
 
 
 Norm = Callable[[int], nn.Module]  # makes a norm from the number of channels

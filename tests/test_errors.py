@@ -275,11 +275,9 @@ def object_alone(rank: int, world_size: int) -> None:
 
 
 def test_the_others_stop_when_one_raises() -> None:
-    begin = time.monotonic()
     answers = run(object_alone, 3, expect_errors=True)
     assert answers[1] == ("ValueError", "the user's own mistake")
     all_raise([answers[0], answers[2]], autopar.CommunicationError, "first error among all ranks")
-    assert time.monotonic() - begin < 30
 
 
 def make_optimizer_too_early(rank: int, world_size: int) -> None:

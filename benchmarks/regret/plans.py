@@ -69,7 +69,7 @@ def enumeration(case: Case, layout: Layout) -> dict[str, autopar.Strategy]:
     if layout.ranks % 4 == 0:
         half = layout.ranks // 2
         found[f"pp2, tp{half}"] = plain(pp=2, tp=half, zero=0, micro_batches=4, schedule="1f1b")
-    return found
+    return found | dict(case.strategies(layout.ranks))
 
 
 def chosen_name(share: float | None) -> str:

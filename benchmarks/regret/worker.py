@@ -26,9 +26,6 @@ from benchmarks.worker import Entry, Race, main
 CLUSTER_S = 12.0  # seconds for measuring a cluster, once for all models
 SEARCH_S = 60.0  # seconds after which the search tries no further mesh, the default of `compile`
 
-SEARCHED = autopar.Strategy(search=("pp", "tp"))
-"""Strategy of the chosen plan: nothing but the possible axes."""
-
 PLENTY = 1 << 50  # a cap above every need: with a cap, fixed strategies have a predicted cost too
 Caps = tuple[float | None, ...]  # shares of the memory of `REPLICATED`; None for no cap
 
@@ -68,7 +65,8 @@ class RegretRace(Race):
         if share is not None and self.replicated_bytes is None:
             raise RuntimeError(f"there is no plan {REPLICATED} for a cap to refer to")
         cap = None if share is None else int(share * (self.replicated_bytes or 0))
-        options = {"strategy": SEARCHED, "memory": cap, "time_limit_s": SEARCH_S}
+        strategy = autopar.Strategy(search=case.search)
+        options = {"strategy": strategy, "memory": cap, "time_limit_s": SEARCH_S}
         return build_planned(case, cluster=self.cluster, **options)
 
     def prepare(self, entry: Entry) -> None:

@@ -97,9 +97,11 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
 
 
 TRAIN = """
-import autopar, torch
+import autopar, sys, torch
 model = autopar.compile(torch.nn.Linear(4, 4, dtype=torch.float64), strategy="zero3")
-print("ranks", torch.distributed.get_world_size(), model(torch.ones(4, 4).double()).shape)
+shape = model(torch.ones(4, 4).double()).shape
+# one write: the output of ranks is interleaved
+sys.stdout.write(f"ranks {torch.distributed.get_world_size()} {shape}\\n")
 """
 
 
