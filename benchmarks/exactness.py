@@ -99,7 +99,19 @@ COMMUNICATION = {
 }
 """Every ZeRO stage with collectives scheduled, by level, and sharded over neighbours only."""
 
-SETUPS = COMPOSED | PIPELINES | COMMUNICATION
+LONG_ROWS = {
+    "cp2": Setup(2, {"cp": 2}),
+    "cp2-ring": Setup(2, {"cp": 2, "ring_attention": True}),
+    "cp4-ring-zero3": Setup(4, {"cp": 4, "ring_attention": True, "zero": 3}),
+    "cp2xdp2-zero3": Setup(4, {"cp": 2, "zero": 3}, rows=4),
+    "chunks3-zero3": Setup(2, {"zero": 3, "loss_chunks": 3}),
+    "chunks3-tp2": Setup(2, {"tp": 2, "loss_chunks": 3}),
+    "chunks3-cp2": Setup(2, {"cp": 2, "loss_chunks": 3}),
+    "chunks3-cp2xdp2-zero3": Setup(4, {"cp": 2, "zero": 3, "loss_chunks": 3}, rows=4),
+}
+"""Rows divided along cp, rings of attention, and losses in chunks."""
+
+SETUPS = COMPOSED | PIPELINES | COMMUNICATION | LONG_ROWS
 
 CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURES.items()}
 
