@@ -26,6 +26,7 @@ from autopar.ir.roles import Gradient
 from autopar.operators.offload import check_lower_level
 from autopar.plan.partition import NodeStrategies, Partition
 from autopar.plan.plan import Plan
+from autopar.plan.strategy import RING_DECLINED
 from autopar.planner.machine import Machine, ranks_of
 from autopar.planner.placement.follow import follow
 from autopar.planner.placement.unmeasured import repartition
@@ -211,7 +212,7 @@ class LivePlanner:
         return self.agreed(balanced(chosen, problem))
 
     def agreed(self, plan: Plan) -> Plan:
-        """The plan, after checking that all ranks have it; warns where it compresses.
+        """The plan, after checking that all ranks have it; warns of compression and missing rings.
 
         Raises:
             DisagreementError: ranks have different plans, or one cannot use its storage.
@@ -222,6 +223,9 @@ class LivePlanner:
             run_on_all_ranks(lambda: check_lower_level(plan.offload_dir, self.problem.device))
         for line in compressed(plan):
             warn_once(LossyWarning, f"under autopar's plan {line}")
+        for note in plan.notes:
+            if note.startswith(RING_DECLINED):
+                warn_once(AutoparWarning, note)
         if self.recorder is not None:
             self.recorder.plan = plan
         return plan

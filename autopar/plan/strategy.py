@@ -35,6 +35,9 @@ SEARCHED = {"auto": ("tp", "dp_shard"), "fastest": ("pp", "tp", "dp_shard")}
 MESH = ("cp", "ep", "tp")
 """Model-parallel axes, outermost first, inside of pp and dp. Ranks of tp are the closest."""
 
+RING_DECLINED = "ring_attention=True: attention does not go round the ranks of cp"
+"""Beginning of a note of a plan, and of a warning."""
+
 UNUSED = "nothing is worth dividing over {}: each rank of it does the same"
 """Note of a plan on an axis of `MESH` whose ranks repeat each other's work."""
 

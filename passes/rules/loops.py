@@ -56,6 +56,7 @@ class Loop:
         interleavable: whether its pieces may be interleaved: nothing depends on their order.
         lowering: the custom lowering that splits it, "" if the operator is run on shards.
         even_only: whether only chunks of equal size will do.
+        unit: divides the size of the largest chunk.
     """
 
     size: int
@@ -64,6 +65,7 @@ class Loop:
     interleavable: bool = True
     lowering: str = ""
     even_only: bool = False
+    unit: int = 1
 
     @classmethod
     def over(
@@ -159,6 +161,8 @@ def feasible_loops(loop: Loop, ranks: int, interleaves: Iterable[int]) -> Iterat
     """The loop in each number of pieces that `ranks` divides; one piece may be uneven."""
     for pieces in interleaves if loop.interleavable else (1,):
         evenly = loop.size % (pieces * ranks) == 0
+        if -(-loop.size // (pieces * ranks)) % loop.unit:
+            continue
         if evenly or (not loop.even_only and can_cut(loop.size, ranks, pieces)):
             yield loop.interleaved(pieces)
 

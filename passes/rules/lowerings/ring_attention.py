@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.placement import can_cut, chunk_of
 from autopar.operators.attention import attention, attention_backward
 from autopar.operators.attention_blocks import Part, attention_block, attention_block_backward
 from autopar.passes.core.collective_ops import start_permute, wait
@@ -34,7 +35,7 @@ Pending = Callable[[], list[fx.Node]]
 
 
 def ring_loops(operator: Operator) -> list[Loop]:
-    """The loop over rows of queries and keys at once, without mask and dropout; even shards only.
+    """The loop over rows of queries and keys at once, without mask and dropout.
 
     The random state, which is empty, is a partial maximum. Nothing else has one there, so forward
     and backward of one attention are both rings, or neither is.
@@ -43,14 +44,34 @@ def ring_loops(operator: Operator) -> list[Loop]:
         return []
     rows, keys = (operator.argument(name).shape[ROWS] for name in ("query", "key"))
     is_causal = operator.argument("is_causal")
-    if is_causal and (rows != keys or rows % 2):
+    if is_causal and rows != keys:
         return []
-    row, size = DimAccess(ROWS), rows // 2 if is_causal else math.gcd(rows, keys)
+    row, size = DimAccess(ROWS), math.gcd(rows, keys)
     operands: tuple[Access, ...] = (row, row, row)
     results: tuple[Access, ...] = (row, row, "max")
     if operator.target is attention_backward:
         operands, results = (*(row,) * 6, "max"), (row, row, row, None)
-    return [Loop(size, operands, results, interleavable=False, even_only=True)]
+    loop = Loop(size, operands, results, interleavable=False, even_only=rows != keys)
+    return [replace(loop, unit=2 if is_causal else 1)]
+
+
+def without_ring(operator: Operator, ranks: int) -> str:
+    """Why attention cannot go round some ranks; "" if it can."""
+    rows, keys = (operator.argument(name).shape[ROWS] for name in ("query", "key"))
+    is_causal = operator.argument("is_causal")
+    if operator.argument("attn_mask") is not None:
+        return "it has a mask"
+    if operator.argument("dropout_p"):
+        return "it has dropout"
+    if is_causal and rows != keys:
+        return f"it is causal, from {rows} rows to {keys} keys"
+    if is_causal and -(-rows // ranks) % 2:
+        return f"it is causal, and the {-(-rows // ranks)} rows of a rank are not two equal chunks"
+    if rows != keys and (rows % ranks or keys % ranks):
+        return f"{rows} rows and {keys} keys are not equal parts for each rank"
+    if not can_cut(rows, ranks):
+        return f"of {rows} rows a rank would have none"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -92,6 +113,46 @@ class Ring:
         if len(nodes) == 2:
             return list(nodes)
         return [self.ctx.op(aten.select.int, nodes[0], 0, index) for index in (0, 1)]
+
+    # Uneven rows.
+
+    @property
+    def rows(self) -> int:
+        """Rows of all ranks."""
+        return int(self.ctx.operator.argument("key").shape[ROWS])
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the last rank has fewer rows than the others."""
+        return self.rows % self.ranks > 0
+
+    def padded(self, *nodes: fx.Node) -> list[fx.Node]:
+        """Nodes with as many rows as those of the first rank; zeros come last.
+
+        Causal rows do not see those behind them, and a gradient of zero gives none.
+        """
+        if not self.is_uneven:
+            return list(nodes)
+        most, pad = chunk_of(self.rows, self.ranks, 0)[1], aten.constant_pad_nd.default
+        missing = [most - value(node).shape[ROWS] for node in nodes]
+        below = [[0, 0] * (value(node).dim() - ROWS - 1) for node in nodes]
+        places = zip(nodes, below, missing, strict=True)
+        return [self.ctx.op(pad, node, [*inner, 0, count]) for node, inner, count in places]
+
+    def trimmed(self, nodes: Sequence[fx.Node], step: int = 0) -> list[fx.Node]:
+        """The rows of padded nodes that rank r - step has."""
+        if not self.is_uneven:
+            return list(nodes)
+        owner = (self.ctx.rank - step) % self.ranks
+        return self.slices(nodes, 0, chunk_of(self.rows, self.ranks, owner)[1])
+
+    def parts(self, *nodes: fx.Node) -> list[fx.Node]:
+        """Keys and values as they travel; rows of causal attention are padded as they are dealt."""
+        return list(nodes) if self.is_causal else self.padded(*nodes)
+
+    def seen(self, nodes: Sequence[fx.Node], step: int) -> list[fx.Node]:
+        """Keys and values that arrived after so many steps, as a block reads them."""
+        return list(nodes) if self.is_causal else self.trimmed(nodes, step)
 
     # Rows of causal attention.
 
@@ -146,7 +207,7 @@ class Ring:
 
     def forward(self, query: fx.Node, keys: fx.Node, values: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The result for the queries and its log-sum-exp, in the precision of sums."""
-        sent, total = self.packed(keys, values), None
+        sent, total = self.packed(*self.parts(keys, values)), None
         for step in range(self.ranks):
             pending = self.pass_on(sent) if step + 1 < self.ranks else None
             block = self.ctx.op(attention_block, query, keys, values, *self.call(step))
@@ -158,7 +219,7 @@ class Ring:
                 total = self.ctx.trace(_merged, *total, out, logsumexp)
             if pending is not None:
                 sent = pending()
-                keys, values = self.unpacked(sent)
+                keys, values = self.seen(self.unpacked(sent), step + 1)
         assert total is not None
         return total
 
@@ -166,7 +227,7 @@ class Ring:
         self, grad: fx.Node, query: fx.Node, keys: fx.Node, values: fx.Node, *saved: fx.Node
     ) -> list[fx.Node]:
         """The gradients of queries, keys and values, in the precision of sums."""
-        ctx, sent = self.ctx, self.packed(keys, values)
+        ctx, sent = self.ctx, self.packed(*self.parts(keys, values))
         returned: Pending | None = None  # gradients of keys and values of other ranks
         for step in range(self.ranks):
             pending = self.pass_on(sent) if step + 1 < self.ranks else None
@@ -177,13 +238,13 @@ class Ring:
                 of_query, *own = parts
             else:
                 of_query = ctx.op(aten.add.Tensor, of_query, parts[0])
-                packed = self.packed(*parts[1:])
+                packed = self.packed(*self.parts(*parts[1:]))
                 returned = self.pass_on(self.added(packed, returned))
             if pending is not None:
                 sent = pending()
-                keys, values = self.unpacked(sent)
+                keys, values = self.seen(self.unpacked(sent), step + 1)
         if returned is not None:
-            arrived = self.unpacked(returned())
+            arrived = self.seen(self.unpacked(returned()), 0)
             pairs = zip(own, arrived, strict=True)
             own = [ctx.op(aten.add.Tensor, one, other) for one, other in pairs]
         return [of_query, *own]
@@ -209,20 +270,23 @@ def _ring(ctx: LoweringContext) -> list[fx.Node | None]:
     ring = Ring(ctx, ctx.operator.argument("is_causal"))
     empty = [0]
     if ctx.operator.target is attention:
-        query, keys, values = ring.dealt(*ctx.shards) if ring.is_causal else ctx.shards
+        query, keys, values = (
+            ring.dealt(*ring.padded(*ctx.shards)) if ring.is_causal else ctx.shards
+        )
         out, logsumexp = ring.forward(query, keys, values)
         out = ctx.cast(out, ctx.operator.results[0].dtype)
         if ring.is_causal:
-            (out,), (logsumexp,) = ring.collected(out), ring.collected(logsumexp)
+            (out,), (logsumexp,) = (ring.trimmed(ring.collected(each)) for each in (out, logsumexp))
         return [out, logsumexp, ctx.op(aten.new_empty.default, out, empty, dtype=torch.uint8)]
     grad, query, keys, values, out, logsumexp, _ = ctx.shards
     if ring.is_causal:
-        grad, query, keys, values, out = ring.dealt(grad, query, keys, values, out)
-        (logsumexp,) = ring.dealt(logsumexp)
+        rows = ring.padded(grad, query, keys, values, out)
+        grad, query, keys, values, out = ring.dealt(*rows)
+        (logsumexp,) = ring.dealt(*ring.padded(logsumexp))
     sums = ring.backward(grad, query, keys, values, out, logsumexp)
     gradients = [ctx.cast(node, value(query).dtype) for node in sums]
     if ring.is_causal:
-        gradients = ring.collected(*gradients)
+        gradients = ring.trimmed(ring.collected(*gradients))
     return [*gradients, ctx.op(aten.new_empty.default, query, empty)]
 
 

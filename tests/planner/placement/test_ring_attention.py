@@ -17,9 +17,11 @@ from autopar.operators.attention_blocks import BLOCKS
 from autopar.passes.rules.loops import Operator, split_loop
 from autopar.passes.rules.lowerings.registry import program
 from autopar.passes.rules.lowerings.ring_attention import RING, ring_loops
+from autopar.plan.strategy import RING_DECLINED
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.solve import partition
 from autopar.planner.placement.unmeasured import partition_by_bytes
+from tests.harness.training import fixed
 from tests.planner.blocks import GPTBlock, Stack, captured
 from tests.planner.test_known_best import machine
 
@@ -75,9 +77,24 @@ def test_a_ring_is_taken_where_memory_is_short() -> None:
 
 
 def test_calls_without_a_ring_go_as_before() -> None:
-    """8190 rows are not two equal chunks for each rank."""
-    _, own = chosen(block(4, 8190), 4, True)
+    """The 2047 rows of a rank are not two equal chunks."""
+    _, own = chosen(block(4, 8188), 4, True)
     assert {each.lowering for each in own} == {""}
+
+
+@pytest.mark.parametrize(
+    ("length", "causal", "why"),
+    [(28, True, "two equal chunks"), (5, False, "none"), (32, True, ""), (30, True, "")],
+)
+def test_a_ring_that_declines_is_told(length: int, causal: bool, why: str) -> None:
+    with torch.device("meta"):
+        model = Stack(lambda: GPTBlock(32, 4, causal), 1)
+        x = torch.randn(1, length, 32)
+    strategy = fixed(cp=4, ring_attention=True)
+    plan = autopar.plan(model, 4, example_inputs=(x,), strategy=strategy)
+    told = [note for note in plan.notes if note.startswith(RING_DECLINED)]
+    assert bool(told) == bool(why)
+    assert all(why in note for note in told)
 
 
 @pytest.mark.parametrize("ring", [None, True, False])

@@ -1,5 +1,6 @@
 """Ring attention of all ranks in one process, beside attention of one device."""
 
+import random
 from typing import Any
 
 import pytest
@@ -91,10 +92,24 @@ def test_a_ring_is_exact(
         assert difference(operator, ranks) <= EXACT[dtype]
 
 
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_ring_of_uneven_rows_is_exact(seed: int, dtype: torch.dtype) -> None:
+    drawn = random.Random(seed)
+    ranks, is_causal = drawn.choice([2, 3, 4, 5]), drawn.random() < 0.6
+    most = 2 * drawn.randint(1, 5) if is_causal else drawn.randint(2, 9)
+    rows = ranks * most - drawn.randint(1, min(ranks, most) - 1)
+    heads = drawn.choice([(2, 2), (4, 2), (3, 1)])
+    call = (0.0, is_causal, drawn.choice([None, 0.4]))
+    for operator in both(*draw(rows, rows, heads, (8, drawn.choice([8, 5])), dtype), *call):
+        assert difference(operator, ranks) <= EXACT[dtype]
+
+
+@pytest.mark.parametrize("rows", [22, 24])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_programs_of_ranks_differ_in_numbers_only(is_causal: bool) -> None:
+def test_programs_of_ranks_differ_in_numbers_only(is_causal: bool, rows: int) -> None:
     """Passes that reorder operators by their operands then order messages alike on all ranks."""
-    for operator in both(*draw(24, 24, (2, 2), (8, 8), torch.float64), 0.0, is_causal):
+    for operator in both(*draw(rows, rows, (2, 2), (8, 8), torch.float64), 0.0, is_causal):
         op_strategy = ring(operator, 3)
         assert op_strategy is not None
         programs = {
@@ -131,7 +146,7 @@ def test_two_shards_of_keys_and_values_are_there_at_once(ranks: int) -> None:
         (24, 24, (0.1, False)),  # dropout
         (24, 36, (0.0, True)),  # causal, of other lengths
         (20, 20, (0.0, True)),  # causal, not of two chunks for each rank
-        (25, 25, (0.0, False)),  # uneven
+        (25, 50, (0.0, False)),  # uneven, of other lengths
     ],
 )
 def test_other_calls_have_no_ring(rows: int, keys: int, call: Any) -> None:
