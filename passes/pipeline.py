@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from autopar.ir.mesh_levels import DATA_AXIS, coordinate_on
 from autopar.passes.chunks.chunk_loss import ChunkLoss
+from autopar.passes.chunks.leave_out_logits import LeaveOutLogits
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.communication.hierarchical_collectives import HierarchicalCollectives
@@ -88,6 +89,8 @@ def build_model_pipeline(
         passes.append(PlaceStages(decisions.pipeline.uses, decisions.pipeline.stages))
     for axis, strategies in zip_longest(axes, op_strategies, fillvalue=()):
         passes.append(PartitionAxis(axis, coordinate[axis], strategies))  # type: ignore[index,arg-type]
+    if decisions.pipeline is not None and decisions.loss_chunks > 1:
+        passes.append(LeaveOutLogits())
     if micro_batches > 1:
         passes.append(AccumulateMicroBatches())
     elif decisions.dp_size > 1:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.common.notices import BorderNote
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Output, Tangent
+from autopar.ir.roles import Tangent
 from autopar.passes.chunks.chunk_writer import write_chunks, write_chunks_early
 from autopar.passes.chunks.early_gradients import early_gradients
-from autopar.passes.chunks.row_search import HEADS, Region, find_region
+from autopar.passes.chunks.leave_out_logits import left_out, without_logits
+from autopar.passes.chunks.row_search import Region, find_region
 from autopar.passes.core.node_builder import aten, call
 from autopar.passes.core.pass_base import Pass, PassResult
 
@@ -55,7 +54,7 @@ class ChunkLoss(Pass):
         for node in list(changed.calls()):
             _sum_for_mean(changed.graph, node)
         found = find_region(changed, self.chunks)
-        if isinstance(found, str) and self.may_drop and (lean := _without_outputs(changed)):
+        if isinstance(found, str) and self.may_drop and (lean := without_logits(changed)):
             changed, again = lean, find_region(lean, self.chunks)
             found = again if isinstance(again, Region) else found
         if isinstance(found, str):
@@ -67,14 +66,7 @@ class ChunkLoss(Pass):
             write_chunks(changed, found, self.chunks)
         else:
             write_chunks_early(changed, found, self.chunks, early)
-        return PassResult(replace(changed, notes=(*graph.notes, *map(_note, dropped))))
-
-
-def _note(role: Any) -> BorderNote:
-    return BorderNote(
-        f"output {role.index} of the model is left out: the loss is computed in chunks, and "
-        "reading it raises an error. Give Strategy(loss_chunks=1) to have it"
-    )
+        return PassResult(replace(changed, notes=(*graph.notes, *map(left_out, dropped))))
 
 
 # Means.
@@ -147,60 +139,3 @@ def _sum_of_values(graph: fx.Graph, node: fx.Node) -> None:
 def _like(node: fx.Node, new: fx.Node) -> fx.Node:
     new.meta |= {k: node.meta[k] for k in ("placement", "batch_dims") if k in node.meta}
     return new
-
-
-# Outputs.
-
-
-def _without_outputs(graph: TrainingGraph) -> TrainingGraph | None:
-    """The graph, changed in place, without outputs as large as logits; None if it keeps all.
-
-    One scalar with a gradient remains, so that the model is trained by it.
-    """
-    table = dict(zip(graph.outputs, graph.results, strict=True))
-    trained = {role.index for role in graph.inputs if isinstance(role, Tangent)}
-    losses = [n for r, n in table.items() if isinstance(r, Output) and r.index in trained and n]
-    if not any(tensors(loss)[0].numel() == 1 for loss in losses):
-        return None
-    dropped = {
-        role: node
-        for role, node in table.items()
-        if isinstance(role, Output) and role.index not in trained and node is not None
-        if _is_of_product(node)
-    }
-    kept = {role: node for role, node in table.items() if role not in dropped}
-    if not dropped:
-        return None
-    graph.output_node.args = (list(kept.values()),)
-    for node in dropped.values():
-        _erase_unread(graph.graph, node)
-    return replace(graph, outputs=tuple(kept))
-
-
-def _is_of_product(node: fx.Node) -> bool:
-    """Whether a value has numbers of a product's result, several a row."""
-    source = node
-    for source in _sources(node):
-        if source.target in HEADS:
-            rows = tensors(source)[0].shape[0]
-            return tensors(node)[0].numel() > rows
-    return False
-
-
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """A value, and the first operands that it was computed from, up to a product."""
-    while node.op == "call_function":
-        yield node
-        first = node.all_input_nodes
-        if node.target in HEADS or not first:
-            return
-        node = first[0]
-
-
-def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    pending = [node]
-    while pending:
-        node = pending.pop()
-        if node.op == "call_function" and not node.users:
-            pending += node.all_input_nodes
-            graph.erase_node(node)

@@ -6,13 +6,13 @@ whoever counts by them would count those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from autopar._torch import pytree
 from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Output
+from autopar.ir.roles import Output, OutputRole
 
 READS = (
     "add and bool bytes contains delitem eq float floordiv ge getitem gt index int invert iter le "
@@ -82,11 +82,11 @@ AbsentRows.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def with_absent_rows(
-    leaves: Sequence[Any], captured: TrainingGraph, lowered: TrainingGraph
+    leaves: Sequence[Any], captured: TrainingGraph, returned: Collection[OutputRole]
 ) -> tuple[Any, ...]:
-    """The outputs of a call, with a stand-in for each tensor that the program leaves out."""
+    """The outputs of a call, with a stand-in for each tensor that no program returns."""
     leaves = list(leaves)
     for role, node in zip(captured.outputs, captured.results, strict=True):
-        if isinstance(role, Output) and node is not None and role not in lowered.outputs:
+        if isinstance(role, Output) and node is not None and role not in returned:
             leaves[role.index] = AbsentRows(role.index)
     return tuple(leaves)

@@ -290,7 +290,7 @@ def build_program(
     if split.backward is not None:
         donated = _donated_args(split.forward, split.backward) if options.is_compiled else ()
         backward = generate(split.backward, options, donated, recorder)
-    leaves = with_absent_rows(capture.leaves, capture.graph, graph)
+    leaves = with_absent_rows(capture.leaves, capture.graph, graph.outputs)
     # captured graphs are large
     lean = replace(capture, graph=graph, captured_graph=graph, leaves=leaves)
     return Program(lean, graph, forward, backward, capture.graph.outputs_by_gradient())

@@ -34,6 +34,7 @@ from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies
+from autopar.runtime.codegen.absent_rows import AbsentRows, with_absent_rows
 from autopar.runtime.codegen.program import CompiledGraph, LoweringOptions, generate
 from autopar.runtime.pipeline.schedule import Schedule
 from autopar.runtime.pipeline.stage import Stage, StageBackward, StageProgram
@@ -90,7 +91,8 @@ class CompiledPipelineCall:
         }
         _check_alike(*graphs.values())
         last = self.rows[-1]
-        self.capture, self.graphs, self.stages = by_rows[last].capture, graphs[last], {}
+        self.graphs, self.stages = graphs[last], {}
+        self.capture = _without_absent(by_rows[last].capture, self.graphs)
         for index in self.pipeline.stages_of(self.pp_rank):
             programs = {
                 rows: _build_stage(each.stages[index], options, count)
@@ -205,6 +207,15 @@ class CompiledPipelineCall:
         _wait(transfers)
         for name, value in received:
             gradients[name] = gradients[name] + value if name in gradients else value
+
+
+def _without_absent(capture: Capture, graphs: PipelineStages) -> Capture:
+    """A capture with stand-ins for outputs that the graphs of a pipeline leave out."""
+    returned = {role for graph in (*graphs.stages, graphs.epilogue) for role in graph.outputs}
+    leaves = with_absent_rows(capture.leaves, capture.graph, returned)
+    pairs = zip(capture.tensor_leaves, leaves, strict=True)
+    present = tuple(flag and not isinstance(leaf, AbsentRows) for flag, leaf in pairs)
+    return replace(capture, leaves=leaves, tensor_leaves=present)
 
 
 def _check_alike(first: PipelineStages, *others: PipelineStages) -> None:
