@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import pytree
 from autopar.capture.call import Call, batch_shard_of, flattened
 from autopar.capture.cuda_autocast import autocast_for
 from autopar.capture.model_info import describe_parameters, device_of
@@ -56,19 +55,12 @@ def capture_slice(
     def partitioned(own: BatchSlices) -> TrainingGraph:
         if local:
             return run_passes(made.graph, [LocalBatch(own, call.row_dims)])
-        written: set[int] = set()  # outputs that every call writes to attributes of the model
-        if made.writes:
-            indices = pytree.tree_unflatten(list(range(len(made.leaves))), made.structure)[1]
-            written = set(pytree.tree_leaves(indices))
+        written = tuple(sorted(made.assigned_outputs))
         # micro-batches end at different times, and whoever reads rows beside a loss waits for them
         gathers = gathers_rows and not own.over_time and not _returns_scalar(made.graph)
         return run_passes(
             made.graph,
-            [
-                PartitionBatch(
-                    own, call.row_dims, tuple(sorted(written)), gathers, proves_rows, output_dims
-                )
-            ],
+            [PartitionBatch(own, call.row_dims, written, gathers, proves_rows, output_dims)],
         )
 
     graph = partitioned(slices)

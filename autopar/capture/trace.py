@@ -102,12 +102,20 @@ class Capture:
     capture_s: float = 0.0
     is_derived: bool = False
 
+    @property
+    def assigned_outputs(self) -> frozenset[int]:
+        """Indices of the outputs that every call writes to attributes of the model."""
+        if not self.writes:
+            return frozenset()
+        tree = _torch.pytree.tree_unflatten(list(range(len(self.leaves))), self.structure)
+        return frozenset(_torch.pytree.tree_leaves(tree[1]))
+
     @functools.cached_property
     def rows_of_outputs(self) -> tuple[Shard | None, ...]:
         """The shard of each output that is a slice of the whole batch's, else None."""
         found: list[Shard | None] = [None] * len(self.leaves)
         for role, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            if not isinstance(role, Output) or node is None:
+            if not isinstance(role, Output) or node is None or not self.tensor_leaves[role.index]:
                 continue
             if dims := (node.meta.get("batch_dims") or ((),))[0]:
                 found[role.index] = Shard(dims[0], node.meta.get("batch_interleave", 1))

@@ -15,7 +15,7 @@ from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.stage_lowering import GATHER_ONCE_STAGES, split_plan_stages
-from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.decisions import check_plan
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies, rescale_interleave, rows_of

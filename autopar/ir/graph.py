@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensor, FakeTensorMode, OpOverload, copy_graph, format_argument
-from autopar.ir.placement import Placement
+from autopar.ir.placement import AxisShard, Placement
 from autopar.ir.roles import Gradient, InputRole, OutputRole, Parameter, Tangent
 
 
@@ -77,6 +77,7 @@ class TrainingGraph:
         history: one line per applied pass, for the user.
         notes: limitations to show to the user.
         disposable: whether `copy` may return the fx graph itself, because nothing else uses it.
+        output_shards: divisions, one after the other, of each output that is returned in parts.
     """
 
     graph: fx.Graph
@@ -91,6 +92,9 @@ class TrainingGraph:
     history: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     disposable: bool = False
+    output_shards: Mapping[int, tuple[AxisShard, ...]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
 
     def copy(self) -> TrainingGraph:
         """A copy that shares no nodes with this graph."""

@@ -85,6 +85,19 @@ class Routed(Shard):
 
 
 @dataclass(frozen=True)
+class AxisShard:
+    """A tensor divided over the ranks of an axis, of which each has its shard.
+
+    Attributes:
+        size: size of the sharded dim before the division.
+    """
+
+    axis: str
+    shard: Shard
+    size: int
+
+
+@dataclass(frozen=True)
 class Partial(Placement):
     """The tensor is the reduction `op` ("sum" or "max") of the ranks' values."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -123,6 +123,7 @@ class ExecutionContext:
         families: captures of calls that differ in sizes alone, by kind of call.
         last_capture: capture of the latest call, None after one without a program.
         turn: lets one thread at a time into calls.
+        announce: agrees with the other ranks on an event of the latest call.
     """
 
     model: nn.Module
@@ -145,6 +146,7 @@ class ExecutionContext:
     families: BoundedCache[ShapeFamily] = field(default_factory=BoundedCache)
     last_capture: Capture | None = None
     turn: Turn = field(default_factory=Turn)
+    announce: Callable[[str], None] = lambda event: None
 
     @cached_property
     def graph_pool(self) -> Any:

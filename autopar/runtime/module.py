@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Self
 
 import torch
@@ -271,20 +270,21 @@ class DistributedModule(StatefulModule):
 
     def _run_rows(self, shard: BatchShard, leaves: list[Any], structure: Any, number: int) -> Any:
         self._execution.watch.take(shard)
+        if self._execution.protocol is not None:
+            self._context.announce = partial(self._execution.protocol.agree_on_rows, number)
         if self._options.dp_size == 1:
             return self._run_shard(shard, leaves, structure)
-        border = self._border(shard, number)
+        border = self._border(shard)
         result = self._run_shard(border.enter(leaves), leaves, structure)
         return border.leave(result, self.rows_of_results)
 
-    def _border(self, shard: BatchShard, number: int) -> Border:
-        assert self._execution.protocol is not None
+    def _border(self, shard: BatchShard) -> Border:
         return Border(
             shard,
             self._options.is_replicated,
             tuple(self.ranks_of_rows),
             averages=self._execution.fallback is not None,
-            announce=functools.partial(self._execution.protocol.agree_on_rows, number),
+            announce=self._context.announce,
         )
 
     def _run_shard(self, shard: BatchShard, leaves: list[Any], structure: Any) -> Any:

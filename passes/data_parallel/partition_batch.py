@@ -245,6 +245,9 @@ class _BatchPartitioner(Partitioner):
             new.meta["phase"] = phase
         return super().results(phase)
 
+    def keep_shard(self, role: Output, placement: Shard) -> None:
+        """The border gathers rows (`autopar/runtime/border/border.py`)."""
+
     def result_placement(self, role: OutputRole) -> Placement:
         match role:
             case Output(index):

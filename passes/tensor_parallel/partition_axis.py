@@ -6,7 +6,7 @@ placements that the planner chooses, and this pass writes the collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import getitem
@@ -26,8 +26,8 @@ from autopar.ir.graph import (
     operands,
     tensors,
 )
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Routed, Shard
-from autopar.ir.roles import Gradient, InputRole, OutputRole, Parameter
+from autopar.ir.placement import AxisShard, OpStrategy, Placement, Replicate, Routed, Shard
+from autopar.ir.roles import Gradient, InputRole, Output, OutputRole, Parameter
 from autopar.passes.core.collective_ops import (
     is_name,
     start_all_reduce,
@@ -38,6 +38,7 @@ from autopar.passes.core.collective_ops import (
 from autopar.passes.core.node_builder import aten, call, result_of
 from autopar.passes.core.node_builder import value as fakes
 from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.core.untrained_outputs import returned_as, untrained_outputs
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter, can_view
 from autopar.passes.rules.local_args import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, replicated
@@ -64,8 +65,9 @@ class PartitionAxis(Pass):
 
     Before: a captured graph, or one partitioned along other axes. After: parameters and their
     gradients are this rank's shards, and every operator runs on the shards of its strategy. Each
-    value is redistributed at most once to each placement, before its first reader. Other inputs and
-    outputs, and operators without a strategy, are replicated. Tier: exact.
+    value is redistributed at most once to each placement, before its first reader. Outputs beside a
+    loss may stay in parts (`TrainingGraph.output_shards`). Other inputs and outputs, and operators
+    without a strategy, are replicated. Tier: exact.
     """
 
     axis: str
@@ -101,6 +103,8 @@ class Partitioner:
         self.router = RowRouter(self.graph, ranks, rank, axis, regions)
         self.local_tuples: dict[fx.Node, fx.Node] = {}
         self.parameter_placements: dict[str, Placement] = {}
+        self.untrained = untrained_outputs(source)
+        self.output_shards = dict(source.output_shards)
         self.gradient_names: dict[fx.Node, list[str]] = {}
         for role, node in zip(source.outputs, source.results, strict=True):
             if isinstance(role, Gradient) and isinstance(role.of, Parameter) and node is not None:
@@ -147,6 +151,7 @@ class Partitioner:
             parameters={name: local(info) for name, info in self.source.parameters.items()},
             partitioned=(*self.source.partitioned, self.axis),
             notes=(*self.source.notes, *notes),
+            output_shards=self.output_shards,
         )
 
     # Nodes.
@@ -376,15 +381,32 @@ class Partitioner:
             if is_returned_by(phase, role, node):
                 placement = self.result_placement(role)
                 found[role] = node and self.operand(value_of(node), placement, node)
+                if isinstance(role, Output) and isinstance(placement, Shard):
+                    self.keep_shard(role, placement)
         for new in self.nodes_after(last):
             new.meta["phase"] = phase
         return found
 
     def result_placement(self, role: OutputRole) -> Placement:
-        """The placement of an output: a gradient has its parameter's, others are replicated."""
+        """The placement of an output: a gradient has its parameter's, others are replicated.
+
+        Untrained outputs of divided operators stay as they are.
+        """
         if isinstance(role, Gradient) and isinstance(role.of, Parameter):
             return self.parameter_placements.get(role.of.name, WHOLE)
+        if isinstance(role, Output) and role in self.untrained:
+            node = self.source.result(role)
+            assert node is not None
+            return returned_as(self.local[value_of(node)][1])
         return WHOLE
+
+    def keep_shard(self, role: Output, placement: Shard) -> None:
+        """Takes down that an output is returned in parts."""
+        node = self.source.result(role)
+        assert node is not None
+        size = value_of(node).tensor.shape[placement.dim]
+        before = self.output_shards.get(role.index, ())
+        self.output_shards[role.index] = (*before, AxisShard(self.axis, placement, size))
 
     # New nodes.
 
@@ -423,21 +445,3 @@ def is_returned_by(phase: str, role: OutputRole, node: fx.Node | None) -> bool:
     """Whether a phase returns an output."""
     late = isinstance(role, Gradient) or (node is not None and node.meta.get("phase") == "backward")
     return late == (phase == "backward")
-
-
-def partition_in_order(
-    axes: Iterable[str],
-    graph: TrainingGraph,
-    coordinate: Mapping[str, int],
-    find_strategies: Callable[[str, TrainingGraph], NodeStrategies],
-) -> Iterator[tuple[str, TrainingGraph, NodeStrategies]]:
-    """Partitions a captured graph along axes, one after the other.
-
-    Yields each axis, the graph before partitioning along it, and the strategies found for both.
-    """
-    last: PartitionAxis | None = None
-    for axis in axes:
-        graph = graph if last is None else last(graph).graph
-        op_strategies = find_strategies(axis, graph)
-        last = PartitionAxis(axis, coordinate[axis], op_strategies)
-        yield axis, graph, op_strategies

@@ -41,7 +41,7 @@ from autopar.passes.pipeline_parallel.split_stages import PipelineStages
 from autopar.passes.rules.proof.oracle import shard_tensor
 from autopar.passes.split_forward_backward import Split, split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
-from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.layout import Layout
 from autopar.plan.partition import NodeStrategies, rows_of
 from autopar.plan.plan import Plan

@@ -11,8 +11,8 @@ from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import capture
 from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Replicate
-from autopar.ir.roles import Buffer, Input, InputRole, OutputRole, Parameter
+from autopar.ir.placement import Placement, Replicate
+from autopar.ir.roles import Buffer, Input, InputRole, Output, OutputRole, Parameter
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.rules.proof.oracle import shard_tensor, unshard
@@ -58,10 +58,21 @@ def partitioned(
     }
     parts = [shard_tensor(values[role], placed.get(role, WHOLE), ranks) for role in graph.inputs]
     found = run_spmd([module_of(g) for g in graphs], list(zip(*parts, strict=True)))
+    kept = kept_shards(graphs[0], AXIS)
     return {
-        role: unshard(results, placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
+        role: unshard(results, kept.get(role) or placed.get(getattr(role, "of", None), WHOLE))  # type: ignore[call-overload]
         for role, results in zip(graph.outputs, zip(*found, strict=True), strict=True)
         if results[0] is not None
+    }
+
+
+def kept_shards(graph: TrainingGraph, axis: str) -> dict[OutputRole, Placement]:
+    """The shards of outputs that a program returns in parts along an axis."""
+    return {
+        Output(index): each.shard
+        for index, shards in graph.output_shards.items()
+        for each in shards
+        if each.axis == axis
     }
 
 

@@ -20,7 +20,7 @@ from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
-from autopar.planner.placement.redistributions import readers
+from autopar.planner.placement.redistributions import placement_read, readers
 from autopar.planner.placement.strategies import StrategyChoices, strategy_choices
 
 Chosen = dict[fx.Node, OpStrategy]
@@ -97,10 +97,7 @@ def _placement(value: Value, choices: StrategyChoices, chosen: Chosen) -> Placem
 
 def _can_move(value: Value, found: Chosen, node: fx.Node | None, place: int | None) -> bool:
     """Whether a value can be redistributed for one of its readers."""
-    after: Placement = Replicate()
-    if node is not None:
-        own = found[node]
-        after = own.results[0] if place is None else own.operands[place]
+    after = placement_read(value, node, place, found)
     before = found[value.node].results[value.index]
     steps = redistribute_steps(before, after)
     return before == after or (steps is not None and not ties_backward(value))

@@ -23,6 +23,7 @@ from autopar.common.deadline import check_time, remaining_s
 from autopar.errors import PlanError
 from autopar.ir.graph import TrainingGraph, Value
 from autopar.ir.placement import OpStrategy, Placement, Replicate
+from autopar.passes.core.untrained_outputs import returned_as
 from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.planner.placement.redistributions import (
@@ -195,7 +196,9 @@ class _Program:
         for value, node, place in readers(self.graph):
             wanted: Wanted = ((WHOLE, (always,)),)
             if node is not None:
-                wanted = self.placed(self.found.same[node], place)
+                stands = self.found.same[node]
+                is_own = node is value.node
+                wanted = self.made(stands, value.index) if is_own else self.placed(stands, place)
             by_value.setdefault(value, {})[wanted] = None
         alike = self.found.alike
         # Blocks count together only if their readers want the same. Charging all of them for what
@@ -208,6 +211,13 @@ class _Program:
         for variable, op_strategy in self.choices[node]:
             where = op_strategy.results[0] if place is None else op_strategy.operands[place]
             wanted.setdefault(where, []).append(variable)
+        return tuple((p, tuple(v)) for p, v in wanted.items())
+
+    def made(self, node: fx.Node, index: int) -> Wanted:
+        """Strategy variables of a node by the placement in which its result is returned."""
+        wanted: dict[Placement, list[int]] = {}
+        for variable, op_strategy in self.choices[node]:
+            wanted.setdefault(returned_as(op_strategy.results[index]), []).append(variable)
         return tuple((p, tuple(v)) for p, v in wanted.items())
 
     def flow(self, value: Value, read: Sequence[Wanted], count: int) -> None:

@@ -12,6 +12,7 @@ from autopar.ir.graph import TrainingGraph, Value, operands
 from autopar.ir.placement import OpStrategy, Placement, Replicate
 from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import is_name, value_of
+from autopar.passes.core.untrained_outputs import returned_as, untrained_outputs
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,7 @@ def redistributions(
     """Redistributions of each value to each placement required by a reader."""
     read: dict[tuple[Value, Placement], None] = {}
     for value, node, place in readers(graph):
-        after: Placement = Replicate()
-        if node is not None:
-            own = op_strategies[node]
-            after = own.results[0] if place is None else own.operands[place]
-        read[value, after] = None
+        read[value, placement_read(value, node, place, op_strategies)] = None
     found: Counter[tuple[Value, Placement, Placement]] = Counter()
     for value, after in read:
         before = op_strategies[value.node].results[value.index]
@@ -52,18 +49,36 @@ def redistributions(
     return tuple(PlannedRedistribution(*key, count) for key, count in found.items())
 
 
+def placement_read(
+    value: Value,
+    node: fx.Node | None,
+    place: int | None,
+    op_strategies: Mapping[fx.Node, OpStrategy],
+) -> Placement:
+    """The placement in which a reader, as of `readers`, takes a value."""
+    if node is None:
+        return Replicate()
+    own = op_strategies[node]
+    if node is value.node:
+        return returned_as(own.results[value.index])
+    return own.results[0] if place is None else own.operands[place]
+
+
 def readers(graph: TrainingGraph) -> Iterator[tuple[Value, fx.Node | None, int | None]]:
     """Every read value, with its reader and the place of the operand: operators, then results.
 
-    Results have no reader and are replicated, except gradients: their reader is their parameter,
-    whose placement they have.
+    Results have no reader and are replicated, with two exceptions. The reader of a gradient is its
+    parameter, whose placement it has; that of an untrained output is the operator that makes it.
     """
     for node in graph.calls():
         if not is_name(node):
             for place, source in enumerate(operands(node)):
                 yield value_of(source), node, place
     inputs = dict(zip(graph.inputs, graph.placeholders, strict=True))
+    untrained = untrained_outputs(graph)
     for role, result in zip(graph.outputs, graph.results, strict=True):
-        if result is not None:
+        if result is not None and role in untrained:
+            yield value_of(result), value_of(result).node, None
+        elif result is not None:
             of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
             yield value_of(result), inputs[role.of] if of_parameter else None, None  # type: ignore[union-attr]

@@ -7,11 +7,14 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.cost_model.memory.liveness import Overhead
-from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.ir.graph import TrainingGraph, source_line
+from autopar.operators.attention import attention
+from autopar.passes.rules.loops import Operator
+from autopar.passes.rules.lowerings.ring_attention import RING, without_ring
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.plan.plan import Plan
-from autopar.plan.strategy import UNUSED
+from autopar.plan.strategy import RING_DECLINED, UNUSED
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of
 from autopar.planner.evaluate.setup import EvaluationSetup
@@ -73,6 +76,9 @@ def build_evaluator(
     unused = [axis for axis, _, found in solved if not found]
     routed = [axis for axis, _, found in solved if any(own.lowering in ROUTED for _, own in found)]
     notes = (*base.notes, *_notes(problem, base, unused, routed))
+    if problem.strategy.ring_attention:
+        for _, before, found in (item for item in solved if item[0] == "cp"):
+            notes += tuple(_ring_notes(before, axes["cp"], found))
     base = replace(base, partitions=tuple(partitions), notes=notes)
     # Under batch='global' the caller on each rank holds the rows of all ranks.
     batches = problem.dp_size if problem.batch == "global" else 1
@@ -105,6 +111,18 @@ def _notes(
         yield UNUSED.format(axis)
     if routed:
         yield EVEN_EXPERTS.format(" x ".join(routed))
+
+
+def _ring_notes(graph: TrainingGraph, ranks: int, found: NodeStrategies) -> Iterator[str]:
+    """A note for each reason why some attention of a forward does not go round the ranks of cp."""
+    lowerings, reasons = {name: own.lowering for name, own in found}, dict[str, str]()
+    for node in graph.calls():
+        if node.target is attention and lowerings.get(node.name) != RING:
+            reason = without_ring(Operator.of(node), ranks) or "another way was chosen"
+            reasons.setdefault(reason, source_line(node))
+    for reason, line in reasons.items():
+        where = f" ({line})" if line else ""
+        yield f"{RING_DECLINED}{where}: {reason}. It is divided in another way"
 
 
 def solve_axis(

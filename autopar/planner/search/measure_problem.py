@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.partition import (
     NodeStrategies,
     needs_planned_rows,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from autopar.capture.call import BatchShard, UnevenRowsError
 from autopar.common.world import rank
 from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_axis import partition_in_order
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.layout import Layout
 from autopar.plan.partition import (
     NodeStrategies,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -35,10 +35,20 @@ _READS_MEMORY = frozenset(
 """Methods that reach for memory without an operator."""
 
 
+class Gathers(Protocol):
+    """A layout that finds a whole tensor from the parts of all ranks."""
+
+    def shape_of_whole(self, own: torch.Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole tensor; all ranks call this at once."""
+
+
 class _Rows:
     """This rank's rows, and all rows once they were read."""
 
-    def __init__(self, own: torch.Tensor, layout: RowLayout) -> None:
+    def __init__(self, own: torch.Tensor, layout: Gathers) -> None:
         self.own: torch.Tensor | None = own
         self.layout = layout
         self.whole: torch.Tensor | None = None
@@ -66,6 +76,11 @@ class LazyRows(torch.Tensor):
         made = empty_subclass(cls, shape, dense_strides(shape, like.stride()), like)
         made._rows = rows
         return made
+
+    @staticmethod
+    def of(own: torch.Tensor, layout: Gathers) -> LazyRows:
+        """The whole tensor of which this rank has its own part."""
+        return LazyRows(_Rows(own.detach(), layout), layout.shape_of_whole(own), own)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +118,7 @@ class ReadLater(torch.autograd.Function):
     def forward(ctx: Any, own: torch.Tensor, layout: RowLayout, scale: float) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.scale = layout, scale
-        return LazyRows(_Rows(own.detach(), layout), layout.shape_of_whole(own), own)
+        return LazyRows.of(own, layout)
 
     @staticmethod
     @none_for_none

@@ -34,6 +34,7 @@ from autopar.runtime.agreement.transforms import (
 )
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.gradient_hooks import leave_out_hooks
+from autopar.runtime.border.output_shards import whole_later
 from autopar.runtime.border.results import results_of
 from autopar.runtime.codegen.cuda_graphs import GraphedFunction, with_cuda_graphs
 from autopar.runtime.codegen.program import CompiledGraph, Program, build_program, untouched
@@ -344,7 +345,7 @@ class SpmdFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         flags = [call.program.capture.differentiable[i] for i in call.program.returned]
-        outputs = results_of(outputs, flags, saved)
+        outputs = whole_later(call, call.program, results_of(outputs, flags, saved))
         ctx.mark_non_differentiable(
             *[o for o, trains in zip(outputs, flags, strict=True) if not trains]
         )

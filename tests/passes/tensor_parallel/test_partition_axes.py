@@ -27,13 +27,14 @@ from autopar.passes.rules.operators.partial_linear import linear_strategies
 from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.registry import loops_of
-from autopar.passes.tensor_parallel.partition_axis import PartitionAxis, partition_in_order
+from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.partition import NodeStrategies, by_node_name, operators_hash
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype
-from tests.passes.partitions import captured, module_of, whole
+from tests.passes.partitions import captured, kept_shards, module_of, whole
 from tests.passes.rules.samples import loop_strategies
 from tests.passes.rules.test_rules import shapes
 
@@ -58,7 +59,8 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
         own = list(partition_in_order(axes, graph, place, lambda axis, _: first[axis]))
         texts.add(str([(operators_hash(before), shapes(before.graph)) for _, before, _ in own]))
         passes = [PartitionAxis(axis, place[axis], found) for axis, _, found in own]
-        programs.append(module_of(run_passes(graph, passes)))
+        last = run_passes(graph, passes)
+        programs.append(module_of(last))
     assert len(texts) == 1, "ranks of one axis are left with different programs"
     placed = [_placed(graph, first[axis]) for axis in axes]
     parts = [list(values)]
@@ -72,7 +74,8 @@ def together(graph: TrainingGraph, values: Sequence[Tensor], find: Find) -> list
         ]
         parts = [[own[rank] for own in each] for each in cuts for rank in range(n)]
     results: list[list[Any]] = run_spmd(programs, parts, axes)
-    for n, lies in zip(reversed(axes.values()), reversed(placed), strict=True):
+    for (axis, n), lies in zip(reversed(axes.items()), reversed(placed), strict=True):
+        lies = {**lies, **kept_shards(last, axis)}
         groups = [results[i : i + n] for i in range(0, len(results), n)]
         results = [_joined(graph, lies, group) for group in groups]
     return results[0]
@@ -85,12 +88,12 @@ def _placed(graph: TrainingGraph, found: NodeStrategies) -> dict[InputRole, Plac
 
 
 def _joined(
-    graph: TrainingGraph, lies: Mapping[InputRole, Placement], parts: list[list[Any]]
+    graph: TrainingGraph, lies: Mapping[Any, Placement], parts: list[list[Any]]
 ) -> list[Any]:
     """The whole results of the ranks of one axis."""
     made: list[Any] = []
     for role, own in zip(graph.outputs, zip(*parts, strict=True), strict=True):
-        where = lies.get(getattr(role, "of", None), WHOLE)  # type: ignore[arg-type]
+        where = lies.get(role) or lies.get(getattr(role, "of", None), WHOLE)
         made.append(None if own[0] is None else unshard(own, where))
         assert (made[-1] is None) == (own[0] is None), f"ranks disagree about {role}"
     return made
