@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from typing import Any
 
@@ -24,6 +24,7 @@ from autopar.runtime.context import (
 )
 from autopar.runtime.parameters.distribute import is_remote, local_part
 from autopar.runtime.pipeline.compiled_call import CompiledPipelineCall
+from autopar.runtime.pipeline.output_parts import OutputParts
 from autopar.runtime.process_groups import explaining_comm_errors
 
 TensorsByIndex = dict[int, torch.Tensor]
@@ -179,7 +180,7 @@ class PipelineCall:
                 case roles.Update(roles.Buffer(name)):
                     self.updates[name] = value
         for index, stage in compiled.graphs.output_stage.items():
-            found[index] = self._broadcast_output(index, stage)
+            found[index] = self._output(index, stage)
         return [found[index] for index in self.returned]
 
     def _sum_over_ranks(
@@ -202,28 +203,26 @@ class PipelineCall:
         # copies, or float64 totals would be views of one table
         return {i: x.view(fake.shape).to(fake.dtype, copy=True) for (i, fake), x in pairs}
 
-    def _broadcast_output(self, index: int, stage: int) -> torch.Tensor:
-        """Broadcasts an output from the stage that computes it along the pipeline."""
-        compiled = self.compiled
-        owner, batch_dim = compiled.pipeline.rank_of(stage), self._batch_dim(index, stage)
-        if compiled.pp_rank == owner:
-            parts = self.outputs.pop(index)
-            several = batch_dim is not None and len(parts) > 1
-            # memory of its own, for a loop may change it before the backward reads its parts
-            value = torch.cat(parts, batch_dim or 0) if several else parts[-1].clone()
-            value = value.contiguous()
-        else:
-            node = compiled.graphs.stages[stage].result(roles.Output(index))
-            assert node is not None
-            fake = tensors(node)[0]
-            shape = list(fake.shape)
-            if batch_dim is not None:
-                rows = compiled.rows
-                shape[batch_dim] = shape[batch_dim] // rows[-1] * sum(rows)
-            value = torch.empty(shape, dtype=fake.dtype, device=compiled.device)
-        if compiled.group is not None:
-            dist.broadcast(value, group=compiled.group, group_src=owner)
-        return value
+    def _output(self, index: int, stage: int) -> torch.Tensor:
+        """An output of a stage: sent along the pipeline now, or where the loop reads it."""
+        compiled, batch_dim = self.compiled, self._batch_dim(index, stage)
+        node = compiled.graphs.stages[stage].result(roles.Output(index))
+        assert node is not None
+        fake = tensors(node)[0]
+        shape = list(fake.shape)
+        if batch_dim is not None:
+            shape[batch_dim] = shape[batch_dim] // compiled.rows[-1] * sum(compiled.rows)
+        made = OutputParts(
+            tuple(self.outputs.pop(index, ())),
+            batch_dim,
+            tuple(shape),
+            fake.dtype,
+            compiled.device,
+            compiled.pipeline.rank_of(stage),
+            compiled.group,
+            partial(self.context.announce, f"reads output {index}, which its stage alone has,"),
+        )
+        return made.later() if index in compiled.untrained else made.broadcast()
 
     def _batch_dim(self, index: int, stage: int) -> int | None:
         """The batch dim of an output of a stage, None if it has none."""

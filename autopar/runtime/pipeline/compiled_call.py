@@ -20,9 +20,9 @@ from autopar.cost_model.simulator.schedules import (
 )
 from autopar.errors import CoupledRowsError
 from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter, StageOutput
+from autopar.ir.roles import Gradient, MicrobatchPartial, Output, Parameter, StageOutput
 from autopar.passes.communication.lower_collectives import LowerCollectives
-from autopar.passes.core.node_builder import is_random
+from autopar.passes.core.node_builder import is_random, storage_owner
 from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
@@ -111,6 +111,18 @@ class CompiledPipelineCall:
     def micro_batches(self) -> int:
         """Number of micro-batches."""
         return len(self.rows)
+
+    @cached_property
+    def untrained(self) -> frozenset[int]:
+        """Outputs of stages beside a loss, which the loop may never read; the model keeps none."""
+        stages, tangents = self.graphs.output_stage, self.graphs.tangents
+        nodes = {i: self.graphs.stages[s].result(Output(i)) for i, s in stages.items()}
+        return frozenset(
+            index
+            for index, node in nodes.items()
+            if tangents and index not in tangents | self.capture.assigned_outputs
+            if node is not None and storage_owner(node).op == "call_function"
+        )
 
     @cached_property
     def outputs_by_gradient(self) -> Mapping[str | int, frozenset[int]]:

@@ -1,4 +1,4 @@
-"""Pipelines compute a loss in chunks beside logits, which they then leave out."""
+"""Logits beside a loss in pipelines: on their stage until read, or left out by chunks."""
 
 import copy
 import random
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.graph import tensors
+from autopar.runtime.border.lazy_rows import LazyRows
 from autopar.runtime.codegen.absent_rows import AbsentRows
 from tests.harness.training import fixed
 from tests.harness.worlds import run
@@ -79,6 +80,44 @@ def trains_alike(rank: int, world_size: int, *, seeds: list[int], **options: Any
         state = parallel.full_state_dict()
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+
+
+def reads_some_steps(rank: int, world_size: int, *, options: dict[str, Any]) -> None:
+    """Without chunks, logits stay on their stage until a step reads them, or trains by them."""
+    plain = LanguageModel(3).to(f64)
+    parallel = autopar.compile(copy.deepcopy(plain), strategy=fixed(**options), fallback=False)
+    sgd = [torch.optim.SGD(m.parameters(), 0.002, momentum=0.9) for m in (plain, parallel)]
+    for step, way in enumerate(["leave", "read", "leave", "differentiate", "read"]):
+        losses = []
+        for model, optimizer in zip((plain, parallel), sgd, strict=True):
+            out = model(*batch(step))
+            loss = out["loss"]
+            if way == "differentiate":
+                loss = loss + out["logits"].square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss.detach(), out["logits"]))
+        (want, logits), (have, own) = losses
+        torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-11)
+        assert own.shape == logits.shape
+        assert step > 2 or isinstance(own, LazyRows)
+        if way == "read":
+            torch.testing.assert_close(own + 0, logits + 0, rtol=1e-9, atol=1e-11)
+    state = parallel.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"pp": 2, "schedule": "1f1b", "micro_batches": 3}),
+        (4, {"pp": 2, "schedule": "gpipe", "micro_batches": 2, "zero": 1}),
+    ],
+)
+def test_logits_stay_on_their_stage(ranks: int, options: dict[str, Any]) -> None:
+    run(reads_some_steps, ranks, options=options)
 
 
 def largest_rows(model: Any) -> int:
