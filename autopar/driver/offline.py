@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from autopar.errors import BatchError, PlanError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import LEVELS, Level
 from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
 from autopar.planner.machine import Machine, absent
@@ -161,11 +162,18 @@ class OfflineDriver(Driver):
         """Also predicts DDP and fully_shard, where the search did not."""
         if plan.prediction is not None:
             for stage in {0, 3} - self.baseline.fastest.keys():
-                self._predict_baseline(problem, stage)
+                self._predict_baseline(problem, stage, LEVELS[:1])
+            if self.baseline.best is None:
+                self._predict_baseline(problem, 3, LEVELS[1:])
         return super().with_outcome(plan, problem)
 
-    def _predict_baseline(self, problem: PlanningProblem, stage: int) -> None:
-        """Lowers the whole model once, where nothing has to be measured and time is left."""
+    def _predict_baseline(
+        self, problem: PlanningProblem, stage: int, levels: Sequence[Level]
+    ) -> None:
+        """Lowers the whole model at each level of recomputation, until DDP or fully_shard fits.
+
+        It does so where nothing has to be measured and time is left.
+        """
         strategy = Strategy(
             zero=stage, recompute="none", batch_semantics=problem.strategy.batch_semantics
         )
@@ -180,7 +188,11 @@ class OfflineDriver(Driver):
         ):  # too few rows, or too little time
             graph = self.capture(problem)[1]
             evaluator = build_evaluator(problem, graph, self._absent_machine(problem), context)
-            evaluator.evaluate(default_config(strategy, problem.blocks, stage))
+            for level in levels:
+                own = replace(strategy, recompute=level)
+                evaluator.evaluate(default_config(own, problem.blocks, stage))
+                if self.baseline.best is not None:
+                    return
 
     def _extends(self, problem: PlanningProblem) -> bool:
         limited = self.deadline.limit_s is not None and bool(self._models.kinds)

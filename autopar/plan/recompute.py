@@ -12,5 +12,5 @@ ALL_LEVELS: tuple[Level, ...] = get_args(Level)
 LEVELS: tuple[Level, ...] = ("none", "selective", "full")
 """Levels that the planner tries, in order of decreasing memory."""
 
-PARTITIONED_LEVELS: tuple[Level, ...] = (*LEVELS, "everything")
-"""Levels that it tries where ranks send each other activations, whose copies "full" keeps."""
+PARTITIONED_LEVELS: tuple[Level, ...] = ALL_LEVELS
+"""Levels that it tries where ranks send each other activations."""

@@ -9,8 +9,9 @@ nodes:
   reads it.
 
 Collectives can form a chain, as for two levels of an axis or for compressed reductions. Each later
-unit of a chain begins with the wait for the collective before it. All other collectives, such as
-statistics and redistributions, belong to main compute.
+unit of a chain begins with the wait for the collective before it. Where it reads several, as a
+bucket over dp reads sums over tp, the wait for each but the last is a unit, and frees its operand.
+All other collectives, such as statistics and redistributions, belong to main compute.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Unit:
     Attributes:
         kind: "early", "late" or "needed".
         nodes: nodes in order: waits, operators on their results, and the start if there is one.
-        start: start of the unit's collective; None for the last wait of a chain.
+        start: start of the unit's collective; None for a wait alone.
         behind: units whose results this one reads.
         mark: index of the mark where it is needed (early) or can start (late).
-        level: number of units before it in its chain.
+        level: number of collectives before it in its chain.
     """
 
     kind: Kind
@@ -140,7 +141,7 @@ def _half(nodes: list[fx.Node]) -> Half:
     for order, unit in enumerate(units):
         owners = (owner.get(n, unit) for node in unit.nodes for n in node.all_input_nodes)
         unit.behind = tuple(dict.fromkeys(before for before in owners if before is not unit))
-        unit.level = max((before.level + 1 for before in unit.behind), default=0)
+        unit.level = max((u.level + (u.start is not None) for u in unit.behind), default=0)
         if unit.kind == "needed" or (unit.kind == "late" and not unit.behind):
             meetings.append((place(unit), order, unit))
     meetings += [(at[node], -1, None) for node in main if node.target in STARTS]
@@ -197,12 +198,17 @@ def _early(nodes: list[fx.Node], late: set[fx.Node]) -> set[fx.Node]:
 
 
 def _units(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[Unit]:
-    """Groups each start with the operators before it, and each last wait with its readers."""
+    """Groups each start with the operators before it, and each other wait with its readers."""
     order = {node: index for index, node in enumerate(nodes) if node in own}
     found: list[Unit] = []
     group_of: dict[fx.Node, int] = {}
     for start in (node for node in order if node.target in STARTS):
         needs = {n for n in ancestors([start], own) if n not in group_of} | {start}
+        arrivals = _arrivals(sorted(needs, key=order.__getitem__)) if kind == "late" else []
+        for arrival in arrivals:
+            group_of |= dict.fromkeys(arrival, len(found))
+            found.append(Unit(kind, arrival, None))
+            needs.difference_update(arrival)
         group_of |= dict.fromkeys(needs, len(found))
         found.append(Unit(kind, sorted(needs, key=order.__getitem__), start))
     for node in (node for node in order if node not in group_of):
@@ -213,3 +219,22 @@ def _units(nodes: list[fx.Node], own: set[fx.Node], kind: Kind) -> list[Unit]:
             group_of[node] = max(group_of[n] for n in node.all_input_nodes if n in group_of)
         found[group_of[node]].nodes.append(node)
     return found
+
+
+def _arrivals(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """Each wait but that for the last collective, with the operators that read its results alone.
+
+    `nodes` are what a start needs, in order.
+    """
+    waits = [node for node in nodes if node.target is wait]
+    last = max(waits, key=lambda node: node.args[0], default=None)  # type: ignore[arg-type,return-value]
+    read = dict[fx.Node, set[fx.Node]]()
+    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in waits if node is not last}
+    for node in nodes:
+        given = (read.get(n, set()) for n in node.all_input_nodes)
+        read[node] = {node} if node.target is wait else set().union(*given)
+        if len(read[node]) == 1 and node.target not in STARTS:
+            (arrived,) = read[node]
+            if arrived in found:
+                found[arrived].append(node)
+    return list(found.values())

@@ -30,7 +30,7 @@ class ScheduleOverlap(Pass):
 
     Without an entry that fits the graph, `prefetch` and `in_flight` apply. A gather starts where
     the gather `prefetch` before it is needed. A reduction is awaited once `in_flight` later ones
-    have started, or at the end.
+    have started, or at the end; one that another reduction reads, where the next can start.
 
     All ranks start collectives in the same order. The order depends only on the plan and on the
     order of the marks, which are equal on all ranks.
@@ -94,12 +94,14 @@ class ScheduleOverlap(Pass):
         """Positions of late units: waits follow `in_flight` later reductions, or are at the end."""
         firsts = sorted(unit.mark for unit in half.of("late") if not unit.behind)
         end = len(half.marks) - 1
+        read = {before for unit in half.units for before in unit.behind}
         found = {}
         for unit in half.of("late"):
             # A reduce-scatter in flight keeps its whole gradient alive, hence the bound.
+            follows = unit.start is not None or unit in read
             ahead = unit.level if unit.start else max(self.in_flight, unit.level)
             later = bisect_left(firsts, unit.mark) + ahead
-            bounded = unit.start is not None or self.in_flight > 0
+            bounded = follows or self.in_flight > 0
             last = firsts[later] if bounded and later < len(firsts) else end
             found[unit] = float(last if unit.behind else unit.mark)
         return found

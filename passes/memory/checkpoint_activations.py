@@ -64,14 +64,15 @@ class CheckpointActivations(Pass):
 
     Before: the backward of a joint graph reads any forward value. After: the backward reads the
     values in a minimum cut by bytes, and recomputes others right before their first use. Random
-    operators never run again; collectives do at levels "regather" and "everything". Tier: exact.
+    operators never run again. Collectives do at level "everything", and all-gathers at each but
+    "none". Tier: exact.
 
     | level | recomputes |
     |---|---|
     | "none" | views only |
-    | "regather" | results of all-gathers, as Megatron's sequence parallelism does |
-    | "selective" | all but `EXPENSIVE` operators, such as matrix products |
-    | "full" | all inside a block but attention, and the values that other blocks read |
+    | "regather" | also results of all-gathers, as Megatron's sequence parallelism does |
+    | "selective" | also all but `EXPENSIVE` operators, such as matrix products |
+    | "full" | all inside a block but attention and the values that other blocks read |
     | "everything" | as "full", with attention and collectives, as torch.utils.checkpoint does |
 
     Outside of blocks, "full" and "everything" keep the results of `EXPENSIVE` operators.
@@ -185,16 +186,14 @@ class MinCut:
             maker = maker.all_input_nodes[0]
         level = self.levels.get(node.meta["block"], "none")
         sent = maker.target in STARTS or maker.target is wait
-        again = level == "everything" or (level == "regather" and _is_gathered(maker))
+        again = level == "everything" or (level != "none" and _is_gathered(maker))
         if is_random(maker) or (sent and not again):
             return True
         if any(n in self.changed for n in node.all_input_nodes):
             return True  # the input is updated before the backward
-        if level == "regather":
-            return not (again or is_view(node))
-        if level == "none":
+        if level in ("none", "regather"):
             fused = self.fuses and _is_fused(maker) and not _leaves_block(node)
-            return not (fused or is_view(node))
+            return not (again or fused or is_view(node))
         if level == "selective" or not node.meta["block"]:
             return maker.target in EXPENSIVE
         is_attention = level == "full" and maker.target in ATTENTION

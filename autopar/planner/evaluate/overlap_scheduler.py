@@ -129,11 +129,15 @@ class _ListScheduler:
         self.late = half.of("late")
         self.followers = [unit for unit in self.early if unit.level]
         self.sums = [unit for unit in self.late if unit.start is not None]
-        self.finishes = [  # units that await only reduce-scatters
+        self.read = {before for unit in half.units for before in unit.behind}
+        self.finishes = [  # waits that another reduction reads, or for reduce-scatters alone
             unit
             for unit in self.late
             if unit.start is None
-            and all(u.start and u.start.target is start_reduce_scatter for u in unit.behind)
+            and (
+                unit in self.read
+                or all(u.start and u.start.target is start_reduce_scatter for u in unit.behind)
+            )
         ]
         self.to_send = sum(self.cost(u).seconds for u in half.units if u.start is not None)
 
@@ -281,7 +285,7 @@ class _ListScheduler:
             yield before
 
     def finish_reduced(self) -> None:
-        """Awaits arrived reduce-scatters, which frees unsharded gradients."""
+        """Awaits arrived reduce-scatters, which frees unsharded gradients, and what is read."""
         for unit in list(self.finishes):
             if all(b in self.positions and self.has_arrived(b, MARGIN) for b in unit.behind):
                 self.issue(unit)
@@ -299,7 +303,7 @@ class _ListScheduler:
         """Sort key: units without a stall first, then units that send, then by time of issue."""
         waits = not all(self.has_arrived(before) for before in unit.behind)
         issued = [f.issued_s for b in unit.behind if b.start for f in self.flights[b.start]]
-        return waits, unit.start is None, max(issued, default=0.0)
+        return waits, unit.start is None and unit not in self.read, max(issued, default=0.0)
 
     # Times.
 

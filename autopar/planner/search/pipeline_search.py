@@ -9,13 +9,20 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.common.deadline import TimeIsOver, arm
+from autopar.common.notices import warn_once
 from autopar.cost_model.simulator.schedules import (
     V_SCHEDULES,
     in_flight,
     orders,
     stage_ranks,
 )
-from autopar.errors import BatchError, CaptureError, CoupledRowsError, StrategyError
+from autopar.errors import (
+    AutoparWarning,
+    BatchError,
+    CaptureError,
+    CoupledRowsError,
+    StrategyError,
+)
 from autopar.formatting import human_bytes
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import DATA_AXIS
@@ -86,6 +93,7 @@ def capture_micro_batches(
             # Batch norm, for example, reduces over all micro-batches inside the forward.
             graph = capture(1, True)
             note = f"one micro-batch instead of {count}: {error}"
+            warn_once(AutoparWarning, f"the pipeline runs {note}")
             return {1: replace(graph, notes=(*graph.notes, note))}
     captures, last = {1: capture(1, True)}, 1
     most = MICRO_BATCHES_PER_RANK * (strategy.pp or 1)

@@ -12,8 +12,8 @@ import torch
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard, UnevenRowsError
 from autopar.common.bounded_cache import BoundedCache, paused_collector
-from autopar.common.notices import NumericsNote, warn_of_notes
-from autopar.errors import CoupledRowsError, StrategyError
+from autopar.common.notices import NumericsNote, warn_of_notes, warn_once
+from autopar.errors import AutoparWarning, CoupledRowsError, StrategyError
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
@@ -97,10 +97,23 @@ class PipelineExecutor:
             # both errors come on all ranks, before any has computed
             with contextlib.suppress(CoupledRowsError, UnevenRowsError):
                 call = self._call(micro_batches, no_sync)
-                self.counts[key] = count
+                self._count(key, count, min(sizes))
                 return call
-        self.counts[key] = 1
+        self._count(key, 1, min(sizes))
         return self._call([shard], no_sync)
+
+    def _count(self, key: Any, count: int, rows: int) -> None:
+        """Keeps the number of micro-batches of a kind of call; warns if it is not the planned."""
+        assert self.plan.pipeline is not None
+        most = self.plan.pipeline.micro_batches
+        if key not in self.counts and count < most and not self.context.options.on_trial:
+            why = f"a rank has {rows} rows" if rows == count else "its rows cannot be divided more"
+            warn_once(
+                AutoparWarning,
+                f"a call runs in {count} micro-batches instead of {most}, because {why}: ranks of "
+                "the pipeline wait longer for each other than planned.",
+            )
+        self.counts[key] = count
 
     def _run_one_by_one(self, micro_batches: list[BatchShard]) -> bool:
         """Whether no micro-batch needs the rows of others before all forwards have run."""

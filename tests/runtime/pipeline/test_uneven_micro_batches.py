@@ -1,5 +1,6 @@
 """Micro-batches whose number does not divide the rows: they differ by a row, and train exactly."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
+from autopar.common.notices import ISSUED
 from autopar.ir.batch_slicing import BatchSlices
+from tests.harness.models import MODELS
 from tests.harness.training import Pair, close, rows_of
 from tests.harness.worlds import run
 from tests.training.test_pipeline import batch_of, staged
@@ -70,6 +74,22 @@ def test_other_axes_beside() -> None:
     setups = [{"tp": 2, "micro_batches": 3, "zero": 1}, {"cp": 2, "micro_batches": 3}]
     for found in run(train, 4, setups=setups, rows=[7, 6], timeout=300):
         assert found == [[[3, 2, 2], [2, 2, 2]]] * len(setups)
+
+
+def last_of_an_epoch(rank: int, world_size: int) -> list[str]:
+    model = autopar.compile(MODELS["gpt"].make(), strategy=staged(2))
+    ISSUED.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for rows in (8, 6, 3, 3):
+            model(*batch_of("gpt", 0, rows)[0]).backward()
+    return [str(each.message) for each in told if "micro-batches" in str(each.message)]
+
+
+def test_fewer_micro_batches_than_planned_are_told() -> None:
+    told, _ = run(last_of_an_epoch, 2)
+    (line,) = told
+    assert line.startswith("a call runs in 3 micro-batches instead of 4, because a rank has 3 rows")
 
 
 class Rows(nn.Module):
