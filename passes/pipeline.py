@@ -84,11 +84,12 @@ def build_model_pipeline(
     """The passes of `build_pass_pipeline` before the model is split into pipeline stages."""
     coordinate = Layout(decisions).coordinate(rank)
     axes = tuple(partition.axis for partition in decisions.partitions)
+    once = {partition.axis: partition.once for partition in decisions.partitions}
     passes: list[Pass] = []
     if decisions.pipeline is not None:
         passes.append(PlaceStages(decisions.pipeline.uses, decisions.pipeline.stages))
     for axis, strategies in zip_longest(axes, op_strategies, fillvalue=()):
-        passes.append(PartitionAxis(axis, coordinate[axis], strategies))  # type: ignore[index,arg-type]
+        passes.append(PartitionAxis(axis, coordinate[axis], strategies, once[axis]))  # type: ignore[index,arg-type]
     if decisions.pipeline is not None and decisions.loss_chunks > 1:
         passes.append(LeaveOutLogits())
     if micro_batches > 1:

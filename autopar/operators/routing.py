@@ -17,7 +17,7 @@ _LIBRARY.define(
     "(Tensor order, Tensor inverse, Tensor sent)"
 )
 _LIBRARY.define(
-    "row_counts(Tensor counts, int expected) -> int[]",
+    "row_counts(Tensor counts, int expected, bool distinct=False) -> int[]",
     tags=(torch.Tag.data_dependent_output,),
 )
 route_rows = torch.ops.autopar.route_rows.default
@@ -28,13 +28,21 @@ route_rows = torch.ops.autopar.route_rows.default
 """
 
 row_counts = torch.ops.autopar.row_counts.default
-"""(counts [ranks], expected) -> the counts as numbers; `expected` is their sum where none ran."""
+"""(counts [ranks], expected, distinct) -> the counts as numbers.
+
+`expected` is their sum where none ran. `distinct` ones count rows of tokens, not of their copies.
+"""
+
+
+def owners_of(experts: Tensor, count: int, ranks: int) -> Tensor:
+    """The rank that holds each of some experts, of `count` in chunks."""
+    sizes = torch.tensor(chunk_rows(count, ranks), device=experts.device)
+    ends = sizes.cumsum(0)[:-1]
+    return torch.searchsorted(ends, experts.long().contiguous(), right=True)
 
 
 def _route(experts: Tensor, count: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = torch.tensor(chunk_rows(count, ranks), device=experts.device)
-    ends = sizes.cumsum(0)[:-1]
-    owners = torch.searchsorted(ends, experts.long().contiguous(), right=True)
+    owners = owners_of(experts, count, ranks)
     order = owners.argsort(stable=True)
     return order, order.argsort(), torch.bincount(owners, minlength=ranks)
 
@@ -44,12 +52,12 @@ def _fake_route(experts: Tensor, count: int, ranks: int) -> tuple[Tensor, Tensor
     return order, inverse, experts.new_empty(ranks, dtype=torch.int64)
 
 
-def _counts(counts: Tensor, expected: int) -> list[int]:
+def _counts(counts: Tensor, expected: int, distinct: bool = False) -> list[int]:
     numbers: list[int] = counts.tolist()
     return numbers
 
 
-def _fake_counts(counts: Tensor, expected: int) -> list[int]:
+def _fake_counts(counts: Tensor, expected: int, distinct: bool = False) -> list[int]:
     ranks = counts.shape[0]
     return [expected // ranks + (rank < expected % ranks) for rank in range(ranks)]
 

@@ -39,6 +39,8 @@ class Partition:
         bucket_bytes: bucket size of gradient sums along the axis, in bytes.
         zero: name and shard of each other parameter that ZeRO shards over the axis, and that is
             gathered before its uses.
+        once: number of neighbouring ranks to which a token is sent once, where rows go to their
+            experts: 1, or those of a node. 0: it is sent to each of its experts.
     """
 
     axis: str
@@ -49,6 +51,7 @@ class Partition:
     strategies: tuple[tuple[OpStrategy, tuple[str, ...]], ...] = ()
     bucket_bytes: Positive = BUCKET_BYTES
     zero: tuple[tuple[str, Placement], ...] = ()
+    once: Count = 0
 
     @staticmethod
     def of(axis: str, ranks: int, graph: TrainingGraph, op_strategies: NodeStrategies) -> Partition:

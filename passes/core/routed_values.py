@@ -9,6 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.operators.routing import row_counts
+from autopar.operators.row_copies import first_rows, passed_rows, sum_rows
+
+_UNSIZED = (first_rows, passed_rows)
 
 
 def routed_values(graph: fx.Graph) -> set[fx.Node]:
@@ -16,11 +19,18 @@ def routed_values(graph: fx.Graph) -> set[fx.Node]:
     found = set[fx.Node]()
     for node in graph.nodes:
         reads = not found.isdisjoint(node.all_input_nodes)
-        if reads != sends_routed_rows(node):
+        if node.target in _UNSIZED or reads != sends_routed_rows(node) and not _is_put_back(node):
             found.add(node)
     return found
 
 
+def _is_put_back(node: fx.Node) -> bool:
+    """Whether a node puts distinct rows where they came from, which has a known size."""
+    return node.target is sum_rows and not isinstance(node.args[2], fx.Node)
+
+
 def sends_routed_rows(node: fx.Node) -> bool:
-    """Whether a node exchanges rows with the ranks of their experts."""
-    return any(source.target is row_counts for source in node.all_input_nodes)
+    """Whether a node exchanges rows with the ranks of their experts, a copy for each of these."""
+    return any(
+        source.target is row_counts and len(source.args) < 3 for source in node.all_input_nodes
+    )

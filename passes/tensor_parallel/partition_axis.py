@@ -68,11 +68,15 @@ class PartitionAxis(Pass):
     value is redistributed at most once to each placement, before its first reader. Outputs beside a
     loss may stay in parts (`TrainingGraph.output_shards`). Other inputs and outputs, and operators
     without a strategy, are replicated. Tier: exact.
+
+    Attributes:
+        once: as `Partition.once`.
     """
 
     axis: str
     rank: int
     op_strategies: NodeStrategies
+    once: int = 0
     ensures = frozenset({GraphProperty.AXES_PARTITIONED})
 
     def __call__(self, graph: TrainingGraph) -> PassResult:
@@ -80,7 +84,8 @@ class PartitionAxis(Pass):
         if not self.op_strategies:
             return PassResult(graph, "everything is whole on every rank")
         ranks, strategies = graph.axes[self.axis], dict(self.op_strategies)
-        return PassResult(Partitioner(graph, self.axis, ranks, self.rank, strategies).run())
+        partitioner = Partitioner(graph, self.axis, ranks, self.rank, strategies, self.once)
+        return PassResult(partitioner.run())
 
 
 class Partitioner:
@@ -93,6 +98,7 @@ class Partitioner:
         ranks: int,
         rank: int,
         op_strategies: Mapping[str, OpStrategy],
+        once: int = 0,
     ) -> None:
         self.source, self.graph = source, fx.Graph()
         self.axis, self.ranks, self.rank, self.op_strategies = axis, ranks, rank, op_strategies
@@ -100,7 +106,7 @@ class Partitioner:
         self.redistributed: dict[tuple[Value, Placement], fx.Node] = {}
         routes = any(map(is_routed, op_strategies.values()))
         regions = regions_of(source) if routes else {}
-        self.router = RowRouter(self.graph, ranks, rank, axis, regions)
+        self.router = RowRouter(self.graph, ranks, rank, axis, regions, once)
         self.local_tuples: dict[fx.Node, fx.Node] = {}
         self.parameter_placements: dict[str, Placement] = {}
         self.untrained = untrained_outputs(source)
@@ -320,7 +326,9 @@ class Partitioner:
             shard = Shard(0, step.shards[0].interleave)
             experts = self.operand(value_of(region.experts), shard, reader)
             last = self.last
-            self.router.routed[key] = self.router.write(step, node, region, experts, reader, stage)
+            self.router.routed[key] = self.router.write(
+                step, node, region, experts, value.node, reader, stage
+            )
             self.inherit_placement(last, node)
             for new in self.nodes_after(last):
                 new.meta["stage"] = stage

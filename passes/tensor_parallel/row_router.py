@@ -16,9 +16,11 @@ from autopar.ir.graph import Value, elements, tensors
 from autopar.ir.placement import Placement, Routed, Shard, chunk_of
 from autopar.operators.routing import route_rows, row_counts
 from autopar.passes.core.collective_ops import collective, start_all_to_all
-from autopar.passes.core.node_builder import aten, call
+from autopar.passes.core.node_builder import call
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
 from autopar.passes.rules.routed_rows import Region
+from autopar.passes.rules.token_copies import copies_of, summed_copies, whole_tokens
+from autopar.passes.tensor_parallel.token_hops import TokenHops, select, token_hops
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class RowRouter:
 
     Attributes:
         regions: region of each operator that may run on routed rows.
+        once: neighbouring ranks to which a token is sent once, a rank or those of a node; 0: it is
+            sent to each of its experts.
         ways: of the rows of each region, by the pieces of their shards and by pipeline stage.
+        hops: of the tokens of each way, by the number of their copies.
         counts: numbers of rows that each phase has read.
         routed: rows of values that were exchanged, by the placement that they have then.
     """
@@ -54,7 +59,9 @@ class RowRouter:
     rank: int
     axis: str
     regions: Mapping[fx.Node, Region]
+    once: int
     ways: dict[tuple[Region, int, int | None], Way] = field(default_factory=dict)
+    hops: dict[tuple[Way, int], TokenHops] = field(default_factory=dict)
     counts: dict[tuple[fx.Node, str], fx.Node] = field(default_factory=dict)
     routed: dict[tuple[Value, Placement, Region, int | None], fx.Node] = field(default_factory=dict)
 
@@ -81,10 +88,14 @@ class RowRouter:
         node: fx.Node,
         region: Region,
         experts: fx.Node,
+        source: fx.Node,
         like: fx.Node,
         stage: int | None,
     ) -> fx.Node:
-        """The rows of a node after a step; `experts` are those of this rank's shard of rows."""
+        """The rows of a node after a step.
+
+        `experts` are those of this rank's shard of rows, and `source` the node on whole tensors.
+        """
         key = (region, step.shards[0].interleave, stage)
         if key not in self.ways:
             self.ways[key] = self.way(region, experts, like)
@@ -93,14 +104,25 @@ class RowRouter:
         there = chunk_of(tensors(region.experts)[0].shape[0], self.ranks, self.rank)[1]
         sent = self.count(way.sent, here, like)
         received = self.count(way.received, there, like)
+        if copies := self.copies(step, source, region):
+            if (way, copies) not in self.hops:
+                counts = received, sent
+                hops = token_hops(self, way, region, experts, copies, counts, like)
+                self.hops[way, copies] = hops
+            hops = self.hops[way, copies]
+            return (hops.send if step.kind == "route" else hops.send_back)(self, node, like)
         if step.kind == "route":
-            ordered = call(self.graph, like, aten.index_select.default, node, 0, way.order)
-            self.annotate([ordered], over, node)
+            ordered = select(self, node, way.order, like)
             return self.exchange(ordered, over, like, received, sent)
         back = self.exchange(node, over, like, sent, received)
-        rows = call(self.graph, like, aten.index_select.default, back, 0, way.inverse)
-        self.annotate([rows], over, node)
-        return rows
+        return select(self, back, way.inverse, like)
+
+    def copies(self, step: RedistributeStep, source: fx.Node, region: Region) -> int:
+        """Rows of each token that are sent as one; 0 if each is sent by itself."""
+        copies = (copies_of if step.kind == "route" else summed_copies)(source)
+        rows = tensors(region.experts)[0].shape[0]
+        is_merged = self.once and copies > 1
+        return copies if is_merged and whole_tokens(rows, self.ranks, step.shards[0], copies) else 0
 
     def way(self, region: Region, experts: fx.Node, like: fx.Node) -> Way:
         """Sorts a rank's rows, and has all ranks say how many rows they send."""
@@ -123,10 +145,15 @@ class RowRouter:
         return self.counts[key]
 
     def exchange(
-        self, node: fx.Node, over: tuple[int, ...], like: fx.Node, *counts: fx.Node
+        self,
+        node: fx.Node,
+        over: tuple[int, ...],
+        like: fx.Node,
+        *counts: fx.Node,
+        axis: str = "",
     ) -> fx.Node:
         """Chunks of a node from all ranks: even ones, or as many rows as are received and sent."""
-        options = (self.axis, *counts)
+        options = (axis or self.axis, *counts)
         (result,) = collective(self.graph, like, start_all_to_all, [node], *options)
         done = result.all_input_nodes[0]
         self.annotate([done.all_input_nodes[0], done, result], over, node)

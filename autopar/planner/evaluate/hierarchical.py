@@ -39,7 +39,7 @@ def _levels_along(
     axis: str, base: Plan, strategy: Strategy, cluster: Cluster | None, backend: str
 ) -> Levels | None:
     """Levels of an axis; None where nothing needs them."""
-    within = _neighbours(axis, base, strategy, cluster)
+    within = neighbours(axis, base, strategy, cluster)
     sizes = Levels(axis, within).sizes(dict(base.mesh)[axis])
     if not sizes:
         return None
@@ -59,7 +59,7 @@ def _levels_along(
     return Levels(axis, within, tuple(found.items()))
 
 
-def _neighbours(axis: str, base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
+def neighbours(axis: str, base: Plan, strategy: Strategy, cluster: Cluster | None) -> int:
     """Ranks of an axis that are next to each other on a node."""
     if axis == DATA_AXIS and base.hybrid:
         return strategy.dp_shard or 1

@@ -28,6 +28,7 @@ from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.plan.buckets import BUCKET_BYTES
+from autopar.planner.placement.dispatch import Dispatch, sending
 
 _LEAST_BYTES = 2**20
 """Minimum bytes moved by an operator without FLOPs for it to be timed on shards."""
@@ -40,7 +41,9 @@ class PlacementCosts:
     Attributes:
         shape: process groups along the axis.
         update: time of the optimizer's step; None for no optimizer.
-        others: process groups of the axes that the graph is already partitioned along.
+        others: process groups of the axes that the graph is already partitioned along, and of the
+            levels of this axis.
+        dispatch: values that go to experts, or come back, once for each token.
     """
 
     shape: GroupShape
@@ -48,18 +51,23 @@ class PlacementCosts:
     operators: OperatorTimes
     update: UpdateCost | None = None
     others: Mapping[str, GroupShape] = field(default_factory=dict)
+    dispatch: Dispatch = field(default_factory=Dispatch)
     seen: dict[object, Cost] = field(default_factory=dict, compare=False, repr=False)
 
     def redistribution(self, value: Value, before: Placement, after: Placement) -> Cost:
         """Cost of a redistribution: collectives, and the copies around them."""
         tensor, line = value.tensor, self.operators.roofline
         shape, item, ranks = tuple(tensor.shape), tensor.element_size(), self.shape.ranks
-        key = (shape, tensor.dtype, before, after)
+        key = (shape, tensor.dtype, before, after, self.dispatch.tokens.get(value.node))
         if key not in self.seen:
             made = redistribute_steps(before, after)
             assert made is not None, f"there is no way from {before} to {after}"
             costs = []
             for step in made:
+                if (tokens := self.dispatch.of(step, value, ranks)) is not None:
+                    nbytes = tensor_bytes(tensor) // ranks
+                    costs.append(sending(self, self.dispatch.once, nbytes, tokens, tensor.dtype))
+                    continue
                 if step.collective is not None:
                     size = step.message_bytes(tensor.shape, item, ranks)
                     costs.append(self.sent(step.collective, size, tensor.dtype))
@@ -88,6 +96,10 @@ class PlacementCosts:
     def sent(self, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
         """Cost of one collective along the axis; bytes as defined in `cost_model.collectives`."""
         return self._sent(collective, nbytes, self.shape, dtype)
+
+    def along(self, name: str, collective: str, nbytes: int, dtype: torch.dtype) -> Cost:
+        """Cost of one collective along another axis, or a level of this one."""
+        return self._sent(collective, nbytes, self.others[name], dtype)
 
     def _sent(self, kind: str, nbytes: int, shape: GroupShape, dtype: torch.dtype) -> Cost:
         if kind == "permute":

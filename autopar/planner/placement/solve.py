@@ -18,6 +18,7 @@ from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of, wait
 from autopar.passes.rules.local_args import local_bytes, local_shape
 from autopar.planner.machine import Machine
+from autopar.planner.placement.dispatch import Dispatch
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.ilp import Price, Solution, Weight, Work, solve
@@ -41,6 +42,7 @@ def partition(
     sequence: bool = True,
     ring: bool | None = False,
     route: bool | None = None,
+    dispatch: Dispatch | None = None,
 ) -> Solution:
     """The cheapest strategies of a graph along an axis.
 
@@ -61,12 +63,13 @@ def partition(
         sequence: whether replicated activations may be sharded, and partial sums reduce-scattered.
         ring: whether attention goes by a ring of ranks where it can; None: where it is cheaper.
         route: whether rows go to the ranks of their experts where they can; None: where cheaper.
+        dispatch: where tokens go once, if they do.
 
     Raises:
         StrategyError: A required placement is impossible.
         PlanError: No solution was found in time.
     """
-    prices = costs_along(ranks, machine, mesh=mesh, axis=axis)
+    prices = costs_along(ranks, machine, mesh=mesh, axis=axis, dispatch=dispatch)
     trained, of_node, of_moved = _stored_bytes(graph, ranks, copies, shards)
     weight = None if memory is None else Weight(of_node, of_moved, memory)
     late, found = _only_returned(graph), resolve_constraints(pins or {}, graph.parameters, ranks)
@@ -111,15 +114,21 @@ def views_of(graph: TrainingGraph, names: Iterable[str]) -> frozenset[fx.Node]:
 
 
 def costs_along(
-    ranks: int, machine: Machine, *, mesh: Mapping[str, int] | None = None, axis: str = AXIS
+    ranks: int,
+    machine: Machine,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    axis: str = AXIS,
+    dispatch: Dispatch | None = None,
 ) -> PlacementCosts:
-    """Costs along an axis of a mesh, with the arguments of `partition`."""
+    """Costs along an axis of a mesh, with the arguments of `partition`; it may have levels."""
+    dispatch = dispatch or Dispatch()
     cluster = machine.cluster
     mesh = mesh or {DATA_AXIS: max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
     # Sums over rows still name the axis BATCH: `assign_batch_axis` runs after the partition.
     shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
-    return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes)
+    return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes, dispatch)
 
 
 def _stored_bytes(

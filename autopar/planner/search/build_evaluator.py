@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.ir.graph import TrainingGraph, source_line
+from autopar.ir.mesh_levels import Levels
 from autopar.operators.attention import attention
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.ring_attention import RING, without_ring
+from autopar.passes.rules.routed_rows import AXIS as EXPERT_AXIS
 from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.plan.plan import Plan
 from autopar.plan.strategy import RING_DECLINED, UNUSED
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
-from autopar.planner.evaluate.hierarchical import levels_of
+from autopar.planner.evaluate.hierarchical import levels_of, neighbours
 from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.machine import Machine
 from autopar.planner.placement.carry import SolvedAxes
-from autopar.planner.placement.solve import partition
+from autopar.planner.placement.dispatch import Dispatch, dispatch_along
+from autopar.planner.placement.solve import costs_along, partition
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from autopar.planner.problem import PlanningProblem, SearchContext
 
@@ -72,7 +75,14 @@ def build_evaluator(
 
     whole = replace(graph, axes=dict(problem.mesh))
     solved = list(partition_in_order(axes, whole, dict.fromkeys(axes, 0), strategies_along))
-    partitions = (Partition.of(axis, axes[axis], before, found) for axis, before, found in solved)
+    partitions = [
+        replace(
+            Partition.of(axis, axes[axis], before, found),
+            once=dispatch_of(problem, axis, before, machine).once,
+        )
+        for axis, before, found in solved
+    ]
+    base = replace(base, levels=with_dispatch_levels(base.levels, partitions))
     unused = [axis for axis, _, found in solved if not found]
     routed = [axis for axis, _, found in solved if any(own.lowering in ROUTED for _, own in found)]
     notes = (*base.notes, *_notes(problem, base, unused, routed))
@@ -144,6 +154,7 @@ def solve_axis(
     # GPT come out 27 % too slow where tp divides rows.
     sharded = any(p.shape != unsharded[name].shape for name, p in graph.parameters.items())
     shards = problem.shard_ranks if problem.strategy.zero != 0 else 1
+    dispatch = dispatch_of(problem, axis, graph, machine)
     solution = partition(
         graph,
         mesh[axis],
@@ -159,5 +170,31 @@ def solve_axis(
         sequence=problem.strategy.sequence_parallel,
         ring=ring,
         route=problem.strategy.route_experts,
+        dispatch=dispatch,
     )
     return by_node_name(solution.op_strategies)
+
+
+def dispatch_of(
+    problem: PlanningProblem, axis: str, graph: TrainingGraph, machine: Machine | None
+) -> Dispatch:
+    """The cheapest dispatch of tokens along an axis before which a graph stands."""
+    if axis != EXPERT_AXIS or problem.strategy.route_experts is False:
+        return Dispatch()
+    mesh, strategy, cluster = dict(problem.mesh), problem.strategy, machine and machine.cluster
+    near = neighbours(axis, problem.base(), strategy, cluster)
+    prices = None
+    if machine is not None:
+        mesh |= Levels(axis, near).sizes(mesh[axis])
+        prices = costs_along(mesh[axis], machine, mesh=mesh, axis=axis)
+    by_level = None if strategy.hierarchical is None else bool(strategy.hierarchical)
+    return dispatch_along(graph, mesh[axis], prices, near, by_level)
+
+
+def with_dispatch_levels(
+    levels: tuple[Levels, ...], partitions: Iterable[Partition]
+) -> tuple[Levels, ...]:
+    """Levels with those of axes along which a token goes to each node once."""
+    there = {own.axis for own in levels}
+    more = (own for own in partitions if own.once > 1 and own.axis not in there)
+    return (*levels, *(Levels(own.axis, own.once) for own in more))
