@@ -28,6 +28,7 @@ from autopar.plan.layout import Layout
 from autopar.plan.pipeline import SCHEDULES
 from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
+from tests.harness.architectures import EXPERTS as MIXTURES
 from tests.harness.models import MODELS, Case
 from tests.harness.reference import (
     Reference,
@@ -57,6 +58,8 @@ class Setup:
 
     def suits(self, model: str) -> bool:
         """Whether a model can train exactly in this setup."""
+        if "ep" in self.options:
+            return model in MIXTURES
         if model == "dropout":  # ranks draw other random numbers for their rows or stages
             return self.ranks == self.options.get("tp", 1)
         return model not in ("conv", "resnet") or self.options.get("micro_batches", 1) == 1
@@ -111,9 +114,28 @@ LONG_ROWS = {
 }
 """Rows divided along cp, rings of attention, and losses in chunks."""
 
-SETUPS = COMPOSED | PIPELINES | COMMUNICATION | LONG_ROWS
+ROUTED = {
+    "placements": {"*.experts.*": {"ep": Shard(0)}},
+    "keep_sharded": True,
+    "route_experts": True,
+}
+"""Options under which tokens are sent to the ranks of their experts."""
 
-CASES: Mapping[str, Case] = MODELS | {name: it.case for name, it in ARCHITECTURES.items()}
+EXPERTS = {
+    "ep2": Setup(2, {"ep": 2, **ROUTED}, rows=4),
+    "ep4": Setup(4, {"ep": 4, **ROUTED}, rows=8),
+    "ep4-nodes": Setup(4, {"ep": 4, "hierarchical": 2, **ROUTED}, rows=8),
+    "ep2xtp2": Setup(4, {"ep": 2, "tp": 2, **ROUTED}, rows=8),
+    "ep2xdp2-zero3": Setup(4, {"ep": 2, "zero": 3, **ROUTED}, rows=8),
+    "ep4-zero3": Setup(4, {"ep": 4, "zero": 3, **ROUTED}, rows=8),
+}
+"""Mixtures of experts whose tokens are sent: along ep, by node, with tp, and with ZeRO."""
+
+SETUPS = COMPOSED | PIPELINES | COMMUNICATION | LONG_ROWS | EXPERTS
+
+CASES: Mapping[str, Case] = MODELS | {
+    name: it.case for name, it in (MIXTURES | ARCHITECTURES).items()
+}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ How many rows go from one rank to another depends on the router, and is known on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,10 @@ _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define(
     "route_rows(Tensor experts, int count, int ranks) -> "
     "(Tensor order, Tensor inverse, Tensor sent)"
+)
+_LIBRARY.define(
+    "arriving_rows(Tensor table, int rank, int expected) -> int[]",
+    tags=(torch.Tag.data_dependent_output,),
 )
 _LIBRARY.define(
     "row_counts(Tensor counts, int expected, bool distinct=False) -> int[]",
@@ -32,6 +38,30 @@ row_counts = torch.ops.autopar.row_counts.default
 
 `expected` is their sum where none ran. `distinct` ones count rows of tokens, not of their copies.
 """
+
+
+arriving_rows = torch.ops.autopar.arriving_rows.default
+"""(table [ranks, ranks], rank, expected) -> the numbers of rows that a rank receives from each.
+
+`table` has the rows that each rank sends to each. They are noted in `LOADS`.
+"""
+
+
+@dataclass
+class Loads:
+    """Loads of the busiest ranks, of all layers so far.
+
+    Attributes:
+        ratios: sum of their rows over even shares.
+        layers: number of layers that were run.
+    """
+
+    ratios: float = 0.0
+    layers: int = 0
+
+
+LOADS = Loads()
+"""Loads that this process has seen."""
 
 
 def owners_of(experts: Tensor, count: int, ranks: int) -> Tensor:
@@ -62,4 +92,26 @@ def _fake_counts(counts: Tensor, expected: int, distinct: bool = False) -> list[
     return [expected // ranks + (rank < expected % ranks) for rank in range(ranks)]
 
 
-register(_LIBRARY, {"route_rows": (_route, _fake_route), "row_counts": (_counts, _fake_counts)})
+def _arriving(table: Tensor, rank: int, expected: int) -> list[int]:
+    loads = table.sum(0)
+    *numbers, busiest, total = torch.cat(
+        (table[:, rank], loads.max()[None], loads.sum()[None])
+    ).tolist()
+    if total:
+        LOADS.ratios += busiest * len(loads) / total
+        LOADS.layers += 1
+    return numbers
+
+
+def _fake_arriving(table: Tensor, rank: int, expected: int) -> list[int]:
+    return _fake_counts(table, expected)
+
+
+register(
+    _LIBRARY,
+    {
+        "route_rows": (_route, _fake_route),
+        "row_counts": (_counts, _fake_counts),
+        "arriving_rows": (_arriving, _fake_arriving),
+    },
+)

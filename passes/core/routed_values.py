@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.operators.routing import row_counts
+from autopar.operators.routing import arriving_rows, row_counts
 from autopar.operators.row_copies import first_rows, passed_rows, sum_rows
 
 _UNSIZED = (first_rows, passed_rows)
@@ -19,7 +19,7 @@ def routed_values(graph: fx.Graph) -> set[fx.Node]:
     found = set[fx.Node]()
     for node in graph.nodes:
         reads = not found.isdisjoint(node.all_input_nodes)
-        if node.target in _UNSIZED or reads != sends_routed_rows(node) and not _is_put_back(node):
+        if node.target in _UNSIZED or (reads != sends_routed_rows(node) and not _is_put_back(node)):
             found.add(node)
     return found
 
@@ -31,6 +31,9 @@ def _is_put_back(node: fx.Node) -> bool:
 
 def sends_routed_rows(node: fx.Node) -> bool:
     """Whether a node exchanges rows with the ranks of their experts, a copy for each of these."""
-    return any(
-        source.target is row_counts and len(source.args) < 3 for source in node.all_input_nodes
-    )
+    return any(_counts_copies(source) for source in node.all_input_nodes)
+
+
+def _counts_copies(node: fx.Node) -> bool:
+    counts = node.target is row_counts and len(node.args) < 3
+    return counts or node.target is arriving_rows

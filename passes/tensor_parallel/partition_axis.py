@@ -69,8 +69,7 @@ class PartitionAxis(Pass):
     loss may stay in parts (`TrainingGraph.output_shards`). Other inputs and outputs, and operators
     without a strategy, are replicated. Tier: exact.
 
-    Attributes:
-        once: as `Partition.once`.
+    `once` is as in `Partition`.
     """
 
     axis: str

@@ -14,9 +14,9 @@ from torch import fx
 
 from autopar.ir.graph import Value, elements, tensors
 from autopar.ir.placement import Placement, Routed, Shard, chunk_of
-from autopar.operators.routing import route_rows, row_counts
-from autopar.passes.core.collective_ops import collective, start_all_to_all
-from autopar.passes.core.node_builder import call
+from autopar.operators.routing import arriving_rows, route_rows, row_counts
+from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_to_all
+from autopar.passes.core.node_builder import aten, call
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
 from autopar.passes.rules.routed_rows import Region
 from autopar.passes.rules.token_copies import copies_of, summed_copies, whole_tokens
@@ -134,7 +134,18 @@ class RowRouter:
         self.annotate(parts[:2], over, experts)
         self.annotate(parts[2:], (), experts)
         order, inverse, sent = parts
-        return Way(order, inverse, sent, self.exchange(sent, (), like))
+        size = self.ranks * self.ranks
+        (told,) = collective(self.graph, like, start_all_gather, [sent], [size], self.axis)
+        table = call(self.graph, like, aten.view.default, told, [self.ranks, self.ranks])
+        received = call(self.graph, like, aten.select.int, table, 1, self.rank)
+        done = told.all_input_nodes[0]
+        self.annotate([done.all_input_nodes[0], done, told, table, received], (), sent)
+        way = Way(order, inverse, sent, received)
+        rows = chunk_of(tensors(region.experts)[0].shape[0], self.ranks, self.rank)[1]
+        numbers = call(self.graph, like, arriving_rows, table, self.rank, rows)
+        self.annotate([numbers], (), sent)
+        self.counts[received, like.meta["phase"]] = numbers
+        return way
 
     def count(self, counts: fx.Node, rows: int, like: fx.Node) -> fx.Node:
         """The numbers of rows that a tensor has, read once in each phase."""

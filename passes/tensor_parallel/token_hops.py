@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import TYPE_CHECKING
 
-import torch
 from torch import fx
 
 from autopar.ir.graph import tensors
 from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
+from autopar.operators.routing import row_counts
 from autopar.operators.row_copies import (
     distinct_rows,
     distinct_share,
@@ -23,7 +23,6 @@ from autopar.operators.row_copies import (
     rows_read,
     sum_rows,
 )
-from autopar.operators.routing import row_counts
 from autopar.passes.core.node_builder import aten, call
 
 if TYPE_CHECKING:
@@ -114,8 +113,9 @@ def _numbers(router: RowRouter, counts: fx.Node, rows: int, like: fx.Node) -> fx
 
 def select(router: RowRouter, node: fx.Node, places: fx.Node, like: fx.Node) -> fx.Node:
     """Rows of a node, by their places."""
+    (over,) = node.meta.get("batch_dims", ((),))
     rows = call(router.graph, like, aten.index_select.default, node, 0, places)
-    router.annotate([rows], *node.meta.get("batch_dims", ((),)), node)
+    router.annotate([rows], over, node)
     return rows
 
 

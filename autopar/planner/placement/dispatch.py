@@ -65,7 +65,11 @@ class Dispatch:
 
 
 def dispatch_along(
-    graph: TrainingGraph, ranks: int, prices: PlacementCosts | None, near: int, by_level: bool | None
+    graph: TrainingGraph,
+    ranks: int,
+    prices: PlacementCosts | None,
+    near: int,
+    by_level: bool | None,
 ) -> Dispatch:
     """The cheapest dispatch along an axis before which a graph stands.
 
@@ -76,13 +80,13 @@ def dispatch_along(
         near: neighbouring ranks of the axis on a node.
         by_level: whether a token goes once to each node; None: where that is cheaper.
     """
-    if not may_route(graph):
-        return Dispatch()
-    tokens = {
-        node: Tokens(copies, region.count)
-        for node, (copies, region) in tokens_sent(regions_of(graph)).items()
-        if whole_tokens(node.meta["val"].shape[0], ranks, Routed(), copies)
+    sent = tokens_sent(regions_of(graph)) if may_route(graph) else {}
+    sent = {
+        node: (copies, region)
+        for node, (copies, region) in sent.items()
+        if whole_tokens(tensors(node)[0].shape[0], ranks, Routed(), copies)
     }
+    tokens = {node: Tokens(copies, region.count) for node, (copies, region) in sent.items()}
     levels = [near] if 1 < near < ranks and ranks % near == 0 else []
     if not tokens:
         return Dispatch()
@@ -92,17 +96,16 @@ def dispatch_along(
         saves = any(own.share(ranks) < 1 for own in tokens.values())
         return Dispatch(int(saves), tokens)
     ways = [Dispatch(once, tokens) for once in (0, 1, *(levels if by_level is None else []))]
-
-    regions = {region: own for region in set(regions_of(graph).values()) for own in tokens.values()}
+    layers = {region: (node, tokens[node]) for node, (_, region) in sent.items()}
 
     def seconds(way: Dispatch) -> float:
         rows = sum(
-            sending(prices, way.once, tensor_bytes(node.meta["val"]) // ranks, own, node.meta["val"].dtype).seconds
-            for node, own in tokens.items()
+            sending(prices, way.once, tensor_bytes(val) // ranks, own, val.dtype).seconds
+            for val, own in ((tensors(node)[0], own) for node, own in tokens.items())
         )
         return rows + sum(
-            agreeing_s(prices, way.once, tensors(region.experts)[0].shape[0] // ranks, own)
-            for region, own in regions.items()
+            agreeing_s(prices, way.once, tensors(node)[0].shape[0] // ranks, own)
+            for node, own in layers.values()
         )
 
     return min(ways, key=seconds)

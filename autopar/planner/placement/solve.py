@@ -18,9 +18,9 @@ from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of, wait
 from autopar.passes.rules.local_args import local_bytes, local_shape
 from autopar.planner.machine import Machine
-from autopar.planner.placement.dispatch import Dispatch
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.costs import PlacementCosts
+from autopar.planner.placement.dispatch import Dispatch
 from autopar.planner.placement.ilp import Price, Solution, Weight, Work, solve
 
 AXIS = "tp"
@@ -122,13 +122,14 @@ def costs_along(
     dispatch: Dispatch | None = None,
 ) -> PlacementCosts:
     """Costs along an axis of a mesh, with the arguments of `partition`; it may have levels."""
-    dispatch = dispatch or Dispatch()
     cluster = machine.cluster
     mesh = mesh or {DATA_AXIS: max(1, cluster.world_size // ranks), axis: ranks}
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
     # Sums over rows still name the axis BATCH: `assign_batch_axis` runs after the partition.
     shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
-    return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes, dispatch)
+    return PlacementCosts(
+        shapes[axis], cluster, machine.operators, machine.update, shapes, dispatch
+    )
 
 
 def _stored_bytes(

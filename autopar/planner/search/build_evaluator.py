@@ -155,11 +155,12 @@ def solve_axis(
     sharded = any(p.shape != unsharded[name].shape for name, p in graph.parameters.items())
     shards = problem.shard_ranks if problem.strategy.zero != 0 else 1
     dispatch = dispatch_of(problem, axis, graph, machine)
+    levels = Levels(axis, dispatch.once).sizes(mesh[axis]) if dispatch.once else {}
     solution = partition(
         graph,
         mesh[axis],
         machine,
-        mesh=mesh,
+        mesh=mesh | levels,
         axis=axis,
         pins=pins,
         memory=memory,
@@ -181,7 +182,8 @@ def dispatch_of(
     """The cheapest dispatch of tokens along an axis before which a graph stands."""
     if axis != EXPERT_AXIS or problem.strategy.route_experts is False:
         return Dispatch()
-    mesh, strategy, cluster = dict(problem.mesh), problem.strategy, machine and machine.cluster
+    mesh, strategy = dict(problem.mesh), problem.strategy
+    cluster = machine.cluster if machine is not None else None
     near = neighbours(axis, problem.base(), strategy, cluster)
     prices = None
     if machine is not None:

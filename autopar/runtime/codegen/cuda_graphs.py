@@ -21,7 +21,7 @@ from autopar.errors import StrategyError
 from autopar.ir.graph import TrainingGraph, render_node, tensors
 from autopar.ir.roles import Buffer, Parameter, Saved, State
 from autopar.operators.random_streams import ON_STREAM
-from autopar.operators.routing import row_counts
+from autopar.operators.routing import arriving_rows, row_counts
 from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.runtime.agreement.channel import finish_exchange
@@ -80,7 +80,7 @@ def _waits(node: fx.Node) -> str:
     target = node.target
     if transfer_of(node) is not None:
         return "the host begins the transfers of what is offloaded"
-    if target is row_counts:
+    if target in (row_counts, arriving_rows):
         return "the host reads how many tokens go to each rank (route_experts=False gathers all)"
     if isinstance(target, OpOverload) and any(tag in target.tags for tag in _WAITING):
         return "the host waits for the GPU to know a value or a shape"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import resource
 from collections import deque
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from autopar.capture.call import BatchShard, TensorSpec
+from autopar.operators.routing import LOADS, Loads
 from autopar.plan.prediction import Prediction
 from autopar.runtime.watch.collective_log import LOG
 from autopar.runtime.watch.stragglers import Pace
@@ -29,6 +30,8 @@ class Step(NamedTuple):
         rows: rows of the whole batch.
         own_rows: rows of this rank.
         tokens: tokens of the whole batch, 0 without any.
+        imbalance: rows of the busiest rank over an even share, where rows go to their experts;
+            None elsewhere.
     """
 
     seconds: float
@@ -36,6 +39,7 @@ class Step(NamedTuple):
     rows: int
     own_rows: int
     tokens: float
+    imbalance: float | None = None
 
 
 @dataclass
@@ -45,12 +49,14 @@ class StepWatch:
     Attributes:
         steps: the last `WINDOW` steps.
         start: time and seconds waited at the beginning of the step in progress, None outside.
+        loads: `LOADS` at that time.
         rows: rows of the batch and of this rank, and tokens of the batch, in that step.
         untold: number of steps since the last `pace`.
     """
 
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
     start: tuple[float, float] | None = None
+    loads: Loads = field(default_factory=Loads)
     rows: tuple[int, int, float] = (0, 0, 0.0)
     untold: int = 0
 
@@ -58,9 +64,16 @@ class StepWatch:
         """Begins a step; a call that does not train ends the one in progress uncounted."""
         now = perf_counter(), LOG.waited_s
         if trains and self.start is not None:
-            self.steps.append(Step(now[0] - self.start[0], now[1] - self.start[1], *self.rows))
+            seconds, waited_s = now[0] - self.start[0], now[1] - self.start[1]
+            self.steps.append(Step(seconds, waited_s, *self.rows, self.imbalance))
             self.untold += 1
-        self.start = now if trains else None
+        self.start, self.loads = now if trains else None, replace(LOADS)
+
+    @property
+    def imbalance(self) -> float | None:
+        """Mean of the busiest ranks' loads since the beginning of the step in progress."""
+        layers = LOADS.layers - self.loads.layers
+        return (LOADS.ratios - self.loads.ratios) / layers if layers else None
 
     def take(self, shard: BatchShard) -> None:
         """Remembers the numbers of rows and tokens of the step in progress."""
@@ -100,6 +113,8 @@ class StepWatch:
             found["rows_per_s"] = median(s.rows / s.seconds for s in self.steps)
             if any(s.tokens for s in self.steps):
                 found["tokens_per_s"] = median(s.tokens / s.seconds for s in self.steps)
+            if uneven := [s.imbalance for s in self.steps if s.imbalance is not None]:
+                found["expert_imbalance"] = fmean(uneven)
             if sees_waits:
                 found["exposed_s"] = median(s.waited_s for s in self.steps)
             if predicted is not None and predicted.work is not None and predicted.work.peak:

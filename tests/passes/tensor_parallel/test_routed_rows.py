@@ -1,6 +1,7 @@
 """Rows of tokens at the ranks of their experts: exact under every router, and fewer bytes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.mesh_levels import INTRA_NODE, level
 from autopar.ir.placement import Placement, Routed, Shard
 from autopar.operators.routing import route_rows
+from autopar.operators.row_copies import distinct_rows, first_rows, passed_rows, sum_rows
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.plan.plan import Plan
 from tests.harness.architectures import Double
@@ -103,16 +106,17 @@ def test_meshes_train_exactly(ranks: int, rows: int, experts: int, options: dict
     assert max(it.errors().values()) < EXACT
 
 
-def exchanged_bytes(it: PlannedRanks) -> int:
-    """Bytes that all ranks send in a step, without what a rank keeps."""
+def exchanged_bytes(it: PlannedRanks, near: int = 1) -> int:
+    """Bytes that leave nodes of `near` ranks in a step."""
     graphs = [it.program(rank) for rank in it.ranks]
     total = 0
 
     def counted(parts: Sequence[Tensor], options: Any) -> list[Tensor]:
         nonlocal total
-        for rank, (part, (_, sent, *_)) in enumerate(zip(parts, options, strict=True)):
+        for rank, (part, (_, sent, axis)) in enumerate(zip(parts, options, strict=True)):
+            node = {"ep": near, level("ep", INTRA_NODE): near}.get(axis, 1)
             row = part[:1].numel() if part.numel() else 0
-            others = sum(rows for peer, rows in enumerate(sent) if peer != rank)
+            others = sum(rows for peer, rows in enumerate(sent) if peer // node != rank // node)
             total += others * row * part.element_size()
         return plain(parts, options)
 
@@ -129,6 +133,82 @@ def test_ranks_send_only_rows_of_others_experts() -> None:
     gathered = planned(model, 64, 4, ep=4, route_experts=False)
     assert not routes(gathered.plan)
     assert exchanged_bytes(it) < exchanged_bytes(gathered) / 2
+
+
+class Weighted(Mixture):
+    """Rows are weighed one by one, so those of a rank's own experts can be weighed there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Double():
+            for gate, experts in zip(self.gates, self.experts, strict=True):
+                weights, chosen = (gate(x) + self.skew).softmax(-1).topk(self.top)
+                rows = x[:, None].expand(-1, self.top, -1).reshape(-1, WIDTH)
+                made = experts(rows, chosen.reshape(-1)) * weights.reshape(-1, 1)
+                x = x + made.view(-1, self.top, WIDTH).sum(1)
+        return x.square().mean()
+
+
+def once(it: PlannedRanks, near: int) -> PlannedRanks:
+    """The plan with tokens that go once to nodes of `near` ranks; 0: once to each expert."""
+    partitions = tuple(replace(own, once=near) for own in it.plan.partitions)
+    return replace(it, plan=replace(it.plan, partitions=partitions))
+
+
+SKEWS = {
+    "uneven": [0.3, -0.2, 0.4, 0.1, 0.0, 0.2, -0.1, 0.5],
+    "all to a rank": [50.0, 50.0, 49.0] + [0.0] * 5,
+    "a node without": [0.0] * 4 + [50.0] * 4,
+}
+
+
+@pytest.mark.parametrize(("skew", "top"), [("uneven", 4), ("all to a rank", 3)])
+def test_tokens_that_go_once_to_each_node_train_exactly(skew: str, top: int) -> None:
+    model = Weighted(SKEWS[skew], top, layers=2).double()
+    it = planned(model, 12, 4, ep=4, hierarchical=2)
+    assert [own.once for own in it.plan.partitions] == [2]
+    for near in (2, 1, 0):
+        assert max(once(it, near).errors().values()) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(8, {"ep": 4, "zero": 3}), (8, {"ep": 4, "tp": 2}), (4, {"ep": 4, "recompute": "full"})],
+)
+def test_meshes_whose_tokens_go_once_train_exactly(
+    ranks: int, options: dict[str, Any], skew: str
+) -> None:
+    it = planned(Weighted(SKEWS[skew], 3, layers=2).double(), 16, ranks, hierarchical=2, **options)
+    assert it.plan.partitions[-1].once > 0
+    assert max(it.errors().values()) < EXACT
+
+
+def test_a_token_leaves_its_node_once() -> None:
+    """The 16 tokens of a node go to the other one, with all 4 experts, as 16 rows, not as 64."""
+    width = 96
+    with patch(f"{__name__}.WIDTH", width):
+        model = Weighted(SKEWS["a node without"], 4).double()
+        it = planned(model, 32, 4, ep=4, hierarchical=2)
+        by_node, by_copy = (exchanged_bytes(once(it, near), near=2) for near in (2, 0))
+        assert max(it.errors().values()) < EXACT
+    assert by_copy - by_node > 0.95 * (64 - 16) * width * 8  # less the places of rows
+
+
+def test_distinct_rows_are_read_and_summed_where_copies_were() -> None:
+    """Two tokens have three experts each, of six on three ranks."""
+    experts = torch.tensor([0, 1, 4, 5, 4, 2])
+    places, sent = distinct_rows(experts, 6, 3, 1, 3)
+    firsts, _ = first_rows(experts, 6, 3, 1, 3, 0)
+    assert sent.tolist() == [1, 1, 2]
+    assert firsts.tolist() == [0, 5, 2, 3]  # a row of each token for each rank
+    assert places.tolist() == [0, 0, 0, 0, 1, 1]
+    _, wanted = first_rows(experts, 6, 3, 3, 3, 0)
+    assert wanted.tolist() == [[1, 0, 1], [0, 1, 1]]
+    passed, sent = passed_rows(wanted, 0)
+    assert (passed.tolist(), sent.tolist()) == ([0, 1, 0, 1], [1, 1, 2])
+    total = sum_rows(torch.arange(4.0)[:, None], torch.tensor([2, 0, 2, 2]), [3])
+    assert total.flatten().tolist() == [1.0, 0.0, 5.0]
 
 
 def test_rows_stay_where_an_operator_mixes_them() -> None:

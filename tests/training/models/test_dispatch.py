@@ -17,6 +17,7 @@ from tests.harness.reference import (
 )
 from tests.harness.training import ADAMW, assert_same_training, fixed, whole_state
 from tests.harness.worlds import run
+from tests.passes.tensor_parallel.test_routed_rows import ONE, WIDTH, Mixture
 
 EXACT, STEPS = 1e-9, 3
 f64 = torch.float64
@@ -73,3 +74,21 @@ def test_tokens_sent_to_their_experts_train_exactly(
         for (got, own), setup in zip(found, setups, strict=True):
             assert_same_training(got, want, EXACT, f"rank {rank} under {setup}")
             assert relative_error(own, loss) < EXACT, setup
+
+
+def loads(rank: int, world_size: int) -> list[float | None]:
+    """The metric after steps in which all tokens go to one expert, or are gathered."""
+    found = []
+    for options in ({"route_experts": True}, {"route_experts": False}):
+        placements = {"experts.*": {"ep": Shard(0)}}
+        strategy = fixed(placements=placements, ep=world_size, **options)
+        model = autopar.compile(Mixture(ONE, top=1).double(), strategy=strategy, fallback=False)
+        for _ in range(3):
+            model(torch.randn(8, WIDTH, dtype=f64)).backward()
+        found.append(model.metrics().get("expert_imbalance"))
+    return found
+
+
+def test_the_load_of_the_busiest_rank_is_a_metric() -> None:
+    for found in run(loads, 2):
+        assert found == [2.0, None]
