@@ -127,9 +127,8 @@ def costs_along(
     shapes = {name: GroupShape.of_axis(mesh, name, cluster.ranks_per_node) for name in mesh}
     # Sums over rows still name the axis BATCH: `assign_batch_axis` runs after the partition.
     shapes[BATCH] = next(shape for name, shape in shapes.items() if name != "pp")
-    return PlacementCosts(
-        shapes[axis], cluster, machine.operators, machine.update, shapes, dispatch
-    )
+    sent = dispatch or Dispatch()
+    return PlacementCosts(shapes[axis], cluster, machine.operators, machine.update, shapes, sent)
 
 
 def _stored_bytes(
