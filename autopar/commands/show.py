@@ -20,8 +20,10 @@ from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.driver.inspect import planned_strategies, program_text
 from autopar.formatting import printable
 from autopar.plan.decisions import check_plan
+from autopar.plan.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.planner.placement.costs import PlacementCosts
+from autopar.planner.placement.dispatch import Dispatch, tokens_along
 from autopar.planner.placement.table import PlacementTable, complete_strategies, placement_tables
 
 
@@ -95,9 +97,11 @@ def placements(
     if not plan.partitions:
         yield f"{plan.name}: the model is not partitioned; plan with Strategy(tp=...), or --tp"
     cluster = cluster or Cluster.default(plan.world_size, device_of(model).type)
-    mesh, times = dict(plan.mesh), OperatorTimes.load(cluster.device)
+    mesh, times = Layout(plan).axes, OperatorTimes.load(cluster.device)
     shapes = {axis: GroupShape.of_axis(mesh, axis, cluster.ranks_per_node) for axis in mesh}
+    once = {partition.axis: partition.once for partition in plan.partitions}
     for axis, graph, op_strategies in planned_strategies(model, example_inputs, plan):
         yield f"along {axis}, {mesh[axis]} ranks; {cluster.name}, {cluster.provenance}"
-        prices = PlacementCosts(shapes[axis], cluster, times, others=shapes)
+        tokens = Dispatch(once[axis], tokens_along(graph, mesh[axis]) if once[axis] else {})
+        prices = PlacementCosts(shapes[axis], cluster, times, others=shapes, dispatch=tokens)
         yield from placement_tables(graph, complete_strategies(graph, op_strategies), prices)

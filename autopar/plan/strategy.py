@@ -93,7 +93,8 @@ class Strategy:
         dp_shard: number of neighbouring data-parallel ranks that ZeRO shards over; shards are
             replicated over the others. None for all ranks.
         hierarchical: whether large collectives run within nodes first, then between nodes. None
-            decides by the cluster's cost curves; a number is the number of ranks per node.
+            decides by the cluster's cost curves; a number is the number of ranks per node. Tokens
+            go to experts on a node once, alike.
         compress: compression of gradients, such as "int8" or "powersgd(rank=2)"; "none" for none.
             None means none, unless `compile(lossy=...)` allows methods.
         compress_gathers: compression of gathered parameters: "bf16", "fp16" or "int8".

@@ -26,7 +26,7 @@ from autopar.passes.core.collective_ops import STARTS, axis_of, kind_of, message
 from autopar.passes.rules.local_args import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
-from autopar.passes.rules.redistribute import redistribute_steps
+from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
 from autopar.plan.buckets import BUCKET_BYTES
 from autopar.planner.placement.dispatch import Dispatch, sending
 
@@ -58,7 +58,9 @@ class PlacementCosts:
         """Cost of a redistribution: collectives, and the copies around them."""
         tensor, line = value.tensor, self.operators.roofline
         shape, item, ranks = tuple(tensor.shape), tensor.element_size(), self.shape.ranks
-        key = (shape, tensor.dtype, before, after, self.dispatch.tokens.get(value.node))
+        tokens = self.dispatch.tokens.get(value.node)
+        how = tokens and (tokens.copies, tokens.experts)
+        key = (shape, tensor.dtype, before, after, how)
         if key not in self.seen:
             made = redistribute_steps(before, after)
             assert made is not None, f"there is no way from {before} to {after}"
@@ -75,6 +77,14 @@ class PlacementCosts:
                 costs.append(Cost(copy_s, f"modelled by {line.source}"))
             self.seen[key] = _sum(costs)
         return self.seen[key]
+
+    def message_bytes(self, step: RedistributeStep, value: Value) -> int:
+        """Bytes of the messages of a step of a redistribution."""
+        tensor, ranks = value.tensor, self.shape.ranks
+        nbytes = step.message_bytes(tensor.shape, tensor.element_size(), ranks)
+        if (tokens := self.dispatch.of(step, value, ranks)) is None:
+            return nbytes
+        return round(nbytes * sum(share for _, share in tokens.hops(self.dispatch.once, ranks)))
 
     def sum(self, value: Value, before: Placement, after: Placement) -> Cost:
         """Cost of a gradient reduction that is awaited only at the end of the step.

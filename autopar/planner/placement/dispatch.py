@@ -33,14 +33,23 @@ class Tokens:
     Attributes:
         copies: number of rows of each token.
         experts: number of experts.
+        routed: experts of the rows.
     """
 
     copies: int
     experts: int
+    routed: fx.Node
 
     def share(self, places: int) -> float:
         """Expected ratio of the rows sent, one for each token and place, to all rows."""
         return distinct_share(self.experts, places, self.copies)
+
+    def hops(self, once: int, ranks: int) -> list[tuple[str, float]]:
+        """Axis or level of each message, and its share of all rows; `once` as in `Partition`."""
+        if once > 1:
+            parts = (level(AXIS, INTER_NODE), ranks // once), (level(AXIS, INTRA_NODE), ranks)
+            return [(name, self.share(places)) for name, places in parts]
+        return [(AXIS, self.share(ranks) if once else 1.0)]
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,7 @@ def dispatch_along(
         near: neighbouring ranks of the axis on a node.
         by_level: whether a token goes once to each node; None: where that is cheaper.
     """
-    sent = tokens_sent(regions_of(graph)) if may_route(graph) else {}
-    sent = {
-        node: (copies, region)
-        for node, (copies, region) in sent.items()
-        if whole_tokens(tensors(node)[0].shape[0], ranks, Routed(), copies)
-    }
-    tokens = {node: Tokens(copies, region.count) for node, (copies, region) in sent.items()}
+    tokens = tokens_along(graph, ranks)
     levels = [near] if 1 < near < ranks and ranks % near == 0 else []
     if not tokens:
         return Dispatch()
@@ -96,7 +99,7 @@ def dispatch_along(
         saves = any(own.share(ranks) < 1 for own in tokens.values())
         return Dispatch(int(saves), tokens)
     ways = [Dispatch(once, tokens) for once in (0, 1, *(levels if by_level is None else []))]
-    layers = {region: (node, tokens[node]) for node, (_, region) in sent.items()}
+    layers = {own.routed: own for own in tokens.values()}
 
     def seconds(way: Dispatch) -> float:
         rows = sum(
@@ -104,11 +107,21 @@ def dispatch_along(
             for val, own in ((tensors(node)[0], own) for node, own in tokens.items())
         )
         return rows + sum(
-            agreeing_s(prices, way.once, tensors(node)[0].shape[0] // ranks, own)
-            for node, own in layers.values()
+            agreeing_s(prices, way.once, tensors(experts)[0].shape[0] // ranks, own)
+            for experts, own in layers.items()
         )
 
     return min(ways, key=seconds)
+
+
+def tokens_along(graph: TrainingGraph, ranks: int) -> dict[fx.Node, Tokens]:
+    """Values of a graph that may be sent as tokens along the axis of experts."""
+    sent = tokens_sent(regions_of(graph)) if may_route(graph) else {}
+    return {
+        node: Tokens(copies, region.count, region.experts)
+        for node, (copies, region) in sent.items()
+        if whole_tokens(tensors(node)[0].shape[0], ranks, Routed(), copies)
+    }
 
 
 def sending(
@@ -118,15 +131,7 @@ def sending(
 
     Rows are copied before each message, and once more at their expert.
     """
-    ranks = prices.shape.ranks
-    hops = [(AXIS, 1.0)]
-    if once == 1:
-        hops = [(AXIS, own.share(ranks))]
-    elif once:
-        hops = [
-            (level(AXIS, INTER_NODE), own.share(ranks // once)),
-            (level(AXIS, INTRA_NODE), own.share(ranks)),
-        ]
+    hops = own.hops(once, prices.shape.ranks)
     costs = [prices.along(name, "all_to_all", round(nbytes * part), dtype) for name, part in hops]
     copied = 2 * nbytes * (sum(part for _, part in hops) + bool(once))
     copy_s = prices.operators.roofline.seconds(0.0, copied, dtype.itemsize)

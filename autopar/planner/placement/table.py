@@ -104,10 +104,9 @@ def _rows(
     lies = ", ".join(dict.fromkeys(map(str, op_strategy.results)))
     yield phase, what, str(list(results[0].shape)) if results else "", lies, "", sent, seconds
     for made in converted:
-        steps, tensor = redistribute_steps(made.before, made.after) or (), made.value.tensor
+        steps = redistribute_steps(made.before, made.after) or ()
         kinds = [step for step in steps if step.collective]
-        kind = tensor.shape, tensor.element_size(), prices.shape.ranks
-        size = sum(step.message_bytes(*kind) for step in kinds)
+        size = sum(prices.message_bytes(step, made.value) for step in kinds)
         cost = prices.redistribution(made.value, made.before, made.after)
         yield (
             *("",) * 4,

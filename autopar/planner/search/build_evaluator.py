@@ -76,20 +76,18 @@ def build_evaluator(
     whole = replace(graph, axes=dict(problem.mesh))
     solved = list(partition_in_order(axes, whole, dict.fromkeys(axes, 0), strategies_along))
     partitions = [
-        replace(
-            Partition.of(axis, axes[axis], before, found),
-            once=dispatch_of(problem, axis, before, machine).once,
-        )
+        with_dispatch(problem, Partition.of(axis, axes[axis], before, found), before, machine)
         for axis, before, found in solved
     ]
     base = replace(base, levels=with_dispatch_levels(base.levels, partitions))
     unused = [axis for axis, _, found in solved if not found]
     routed = [axis for axis, _, found in solved if any(own.lowering in ROUTED for _, own in found)]
+    base = replace(base, partitions=tuple(partitions))
     notes = (*base.notes, *_notes(problem, base, unused, routed))
     if problem.strategy.ring_attention:
         for _, before, found in (item for item in solved if item[0] == "cp"):
             notes += tuple(_ring_notes(before, axes["cp"], found))
-    base = replace(base, partitions=tuple(partitions), notes=notes)
+    base = replace(base, notes=notes)
     # Under batch='global' the caller on each rank holds the rows of all ranks.
     batches = problem.dp_size if problem.batch == "global" else 1
     setup = EvaluationSetup(
@@ -121,6 +119,10 @@ def _notes(
         yield UNUSED.format(axis)
     if routed:
         yield EVEN_EXPERTS.format(" x ".join(routed))
+    for own in base.partitions:
+        if own.once:
+            place = f"node of {own.once} ranks" if own.once > 1 else "rank"
+            yield f"experts: a token goes once to each {place} that has some of its experts"
 
 
 def _ring_notes(graph: TrainingGraph, ranks: int, found: NodeStrategies) -> Iterator[str]:
@@ -191,6 +193,13 @@ def dispatch_of(
         prices = costs_along(mesh[axis], machine, mesh=mesh, axis=axis)
     by_level = None if strategy.hierarchical is None else bool(strategy.hierarchical)
     return dispatch_along(graph, mesh[axis], prices, near, by_level)
+
+
+def with_dispatch(
+    problem: PlanningProblem, own: Partition, graph: TrainingGraph, machine: Machine | None
+) -> Partition:
+    """A partition with the choice of where its tokens go once."""
+    return replace(own, once=dispatch_of(problem, own.axis, graph, machine).once * own.routes)
 
 
 def with_dispatch_levels(

@@ -10,7 +10,7 @@ from autopar.cost_model.cluster.cluster import Cluster
 from autopar.ir.graph import TrainingGraph
 from autopar.ir.mesh_levels import Levels
 from autopar.operators.row_copies import distinct_share
-from autopar.planner.placement.dispatch import Dispatch, dispatch_along
+from autopar.planner.placement.dispatch import Dispatch, dispatch_along, tokens_along
 from autopar.planner.placement.solve import costs_along
 from tests.planner.blocks import captured
 from tests.planner.test_known_best import machine
@@ -59,6 +59,14 @@ def test_a_token_goes_once_to_each_rank_where_that_saves_more_than_it_copies() -
 
 def test_a_token_of_one_expert_is_no_copy() -> None:
     assert chosen(1, 16) == Dispatch()
+
+
+def test_hops_are_a_row_for_each_node_then_for_each_rank() -> None:
+    own, *_ = tokens_along(graph(6, 16), 16).values()
+    assert own.hops(0, 16) == [("ep", 1.0)]
+    assert own.hops(1, 16) == [("ep", own.share(16))]
+    shares = [("ep.inter_node", own.share(2)), ("ep.intra_node", own.share(16))]
+    assert own.hops(NODE, 16) == shares
 
 
 @pytest.mark.parametrize(("parts", "copies"), [(2, 2), (4, 3), (8, 6), (3, 2)])
