@@ -13,7 +13,7 @@ from autopar.common.checks import short_repr
 from autopar.common.documents import FieldError, parsed, read
 from autopar.cost_model.simulator.schedules import V_SCHEDULES
 from autopar.errors import PlanError, StrategyError
-from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.ir.mesh_levels import DATA_AXIS, INTRA_NODE, level
 from autopar.ir.placement import OpStrategy, Replicate, Shard
 from autopar.plan.compression import Compression
 from autopar.plan.layout import Layout
@@ -178,6 +178,10 @@ def _check_messages(plan: Plan) -> None:
             raise FieldError(f"$.levels[{index}]", together)
         _check_unique(f"$.levels[{index}].from_bytes", (kind for kind, _ in own.from_bytes))
     layout = Layout(plan)
+    for index, part in enumerate(plan.partitions):
+        if part.once > 1 and layout.axes.get(level(part.axis, INTRA_NODE)) != part.once:
+            apart = f"is {part.once}, but no $.levels have nodes of as many ranks"
+            raise FieldError(f"$.partitions[{index}].once", apart)
     if plan.hybrid and layout.shard_axis not in layout.axes:
         raise FieldError("$.hybrid", "is true, but no $.levels divide the data's axis")
     if len(plan.bucket_bytes) not in (0, 2):

@@ -77,7 +77,8 @@ class TokenHops:
         (over,) = node.meta.get("batch_dims", ((),))
         places = self.read
         for hop in reversed(self.hops):
-            sent, received = (_numbers(router, own, hop.rows, like) for own in _back(hop))
+            back = hop.received, hop.sent
+            sent, received = (_numbers(router, own, hop.rows, like) for own in back)
             node = self._sum(router, node, places, sent, over, like)
             node = router.exchange(node, over, like, received, sent, axis=hop.axis)
             places = hop.picked
@@ -95,11 +96,6 @@ class TokenHops:
         total = call(router.graph, like, sum_rows, node, places, counts)
         router.annotate([total], over, node)
         return total
-
-
-def _back(hop: Hop) -> tuple[fx.Node, fx.Node]:
-    """Numbers of rows sent and received on the way back."""
-    return hop.received, hop.sent
 
 
 def _numbers(router: RowRouter, counts: fx.Node, rows: int, like: fx.Node) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -193,6 +194,16 @@ def test_a_token_leaves_its_node_once() -> None:
         by_node, by_copy = (exchanged_bytes(once(it, near), near=2) for near in (2, 0))
         assert max(it.errors().values()) < EXACT
     assert by_copy - by_node > 0.95 * (64 - 16) * width * 8  # less the places of rows
+
+
+def test_a_plan_names_the_nodes_that_a_token_goes_to_once(tmp_path: Path) -> None:
+    plan = planned(Weighted(SKEWS["uneven"], 3).double(), 16, 4, ep=4, hierarchical=2).plan
+    assert any("goes once to each node of 2 ranks" in note for note in plan.notes)
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
+    replace(plan, levels=()).save(tmp_path / "flat.json")
+    with pytest.raises(autopar.PlanError, match="once is 2, but no"):
+        autopar.Plan.load(tmp_path / "flat.json")
 
 
 def test_distinct_rows_are_read_and_summed_where_copies_were() -> None:

@@ -54,6 +54,7 @@ def slow(*values: Any) -> Any:
         ("mixtral", 2, 4, [{"ep": 2}, {"ep": 2, "zero": 3, "recompute": "everything"}]),
         slow("mixtral", 4, 7, [{"ep": 2, "zero": 1, "recompute": "full"}]),  # uneven rows
         slow("mixtral", 4, 8, [{"ep": 2, "zero": 3}, {"ep": 4, "zero": 3}]),
+        slow("mixtral", 4, 8, [{"ep": 4, "zero": 3, "hierarchical": 2}]),  # tokens go by node
         slow("deepseek_v3", 4, 8, [{"ep": 4}, {"ep": 2, "pp": 1, "zero": 2}]),
         slow("qwen3_moe", 4, 8, [{"ep": 2, "tp": 2}, {"ep": 4, "zero": 3}]),
         slow("gpt_oss", 2, 4, [{"ep": 2, "zero": 3}]),
