@@ -8,8 +8,10 @@ from torch import nn
 import autopar
 from autopar.common.deadline import Deadline
 from autopar.driver.offline import OfflineDriver
+from autopar.plan.plan import Plan
 from autopar.plan.strategy import Strategy
 from autopar.planner.problem import Baseline, SearchContext
+from tests.harness.training import fixed
 from tests.planner.problems import problem_of
 
 
@@ -45,3 +47,20 @@ def test_a_plan_is_lowered_whole_under_its_own_decisions() -> None:
         assert whole is not None
         assert whole.hybrid == few.hybrid
         assert not whole.bucket_bytes
+
+
+def test_fully_shard_that_fits_with_recomputation_is_the_baseline() -> None:
+    model, inputs = Tower(), (torch.empty(1 << 16, 64, device="meta"),)
+    cluster = autopar.Cluster.named("dgx-h100", 2)
+
+    def planned(recompute: str, memory: int | None = None, **options: int) -> Plan:
+        strategy = fixed(3, recompute, **options)
+        return autopar.plan(
+            model, 16, example_inputs=inputs, cluster=cluster, strategy=strategy, memory=memory
+        )
+
+    needed = [planned(level).prediction.needed_bytes for level in ("none", "full")]
+    assert needed[1] < needed[0]
+    plan = planned("full", memory=needed[1], dp_shard=8)
+    assert plan.search.baseline_s > 0
+    assert "recompute" in plan.search.baseline
