@@ -154,7 +154,7 @@ def repeated(rank: int, world_size: int, level: str) -> None:
     pair.check_state()
 
 
-@pytest.mark.parametrize("level", ["regather", "everything"])
+@pytest.mark.parametrize("level", ["regather", "full", "everything"])
 def test_collectives_may_be_repeated(level: str) -> None:
     run(repeated, 2, level=level)
 
