@@ -24,7 +24,7 @@ from autopar.common.world import world_size
 from autopar.operators import offload, parameters
 from autopar.passes import pipeline
 from autopar.passes.memory.offload_activations import OffloadActivations
-from benchmarks.exactness import CASES
+from benchmarks.exactness.parity import CASES
 from benchmarks.memoize import memoized_capture
 from benchmarks.offload.models import Contents
 from benchmarks.report import about, save

@@ -5,9 +5,11 @@ Most loops never look at them. So ranks keep their parts, and gather them where 
 
 from __future__ import annotations
 
+from torch import fx
+
 from autopar.ir.graph import TrainingGraph, tensors
 from autopar.ir.placement import Placement, Replicate, Shard
-from autopar.ir.roles import Output, Tangent
+from autopar.ir.roles import Gradient, Output, OutputRole, Tangent
 from autopar.passes.core.node_builder import storage_owner
 
 
@@ -34,3 +36,9 @@ def untrained_outputs(graph: TrainingGraph) -> frozenset[Output]:
 def returned_as(placement: Placement) -> Placement:
     """The placement in which an untrained output is returned, if it is computed in this one."""
     return placement if type(placement) is Shard else Replicate()
+
+
+def is_returned_by(phase: str, role: OutputRole, node: fx.Node | None) -> bool:
+    """Whether a phase returns an output."""
+    late = isinstance(role, Gradient) or (node is not None and node.meta.get("phase") == "backward")
+    return late == (phase == "backward")

@@ -40,13 +40,14 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import call, fake_like, is_random
 from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.core.untrained_outputs import is_returned_by
 from autopar.passes.data_parallel.propagate import BatchPlacements
 from autopar.passes.data_parallel.redistribute import BatchRedistributor, moves
 from autopar.passes.data_parallel.strategy_choice import batch_dims_after
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import lower
-from autopar.passes.tensor_parallel.partition_axis import Partitioner, is_returned_by
+from autopar.passes.tensor_parallel.partition_axis import Partitioner
 
 WHOLE, PARTIAL, VARYING = Replicate(), Partial(), Varying()
 

@@ -38,7 +38,7 @@ from autopar.passes.core.collective_ops import (
 from autopar.passes.core.node_builder import aten, call, result_of
 from autopar.passes.core.node_builder import value as fakes
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.passes.core.untrained_outputs import returned_as, untrained_outputs
+from autopar.passes.core.untrained_outputs import is_returned_by, returned_as, untrained_outputs
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter, can_view
 from autopar.passes.rules.local_args import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, replicated
@@ -446,9 +446,3 @@ class Partitioner:
 
 def _inherited(node: fx.Node, *keys: str) -> dict[str, Any]:
     return {key: node.meta[key] for key in keys if key in node.meta}
-
-
-def is_returned_by(phase: str, role: OutputRole, node: fx.Node | None) -> bool:
-    """Whether a phase returns an output."""
-    late = isinstance(role, Gradient) or (node is not None and node.meta.get("phase") == "backward")
-    return late == (phase == "backward")

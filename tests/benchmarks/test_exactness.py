@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import exactness
-from benchmarks.exactness import Row
+from benchmarks.exactness import parity as exactness
+from benchmarks.exactness.parity import Row
 
 
 @pytest.mark.parametrize(

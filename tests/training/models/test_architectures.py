@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is a test extra: pip install .[test]")
 
-from benchmarks.exactness import measure
+from benchmarks.exactness.parity import measure
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -251,7 +250,3 @@ def main(arguments: list[str] | None = None) -> int:
             save(options.json, {**facts, "rows": [asdict(row) for row in rows]})
     console.print(table(rows, EXACT[dtype]))
     return 0 if all(row.is_exact(EXACT[dtype]) for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

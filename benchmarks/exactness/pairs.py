@@ -1,6 +1,6 @@
 """Random pairs of plans: a model trains under one, and goes on under the other from its state.
 
-    python -m benchmarks.plan_pairs --draws 60 --seed 1
+    python -m benchmarks.exactness.pairs --draws 60 --seed 1
 
 A plan is drawn from axes, ZeRO, recomputation, chunks, schedules, rings of attention and ways of
 tokens to experts. Losses and the last state are compared with the plain model's, to 1e-9 relative
@@ -208,7 +208,7 @@ def error_of(answer: RankResult, plain: RankResult) -> float:
 
 def main() -> int:
     """Runs all draws, and fails if one is silent or raw."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_pairs")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness.pairs")
     parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1, help="of the first draw")
     parser.add_argument("--models", default=",".join(CASES), help="names, separated by commas")

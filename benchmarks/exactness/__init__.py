@@ -1,0 +1,1 @@
+"""Exactness of plans: `parity` of fixed setups, and random `pairs` of plans."""
