@@ -37,7 +37,7 @@ def planned(rank: int, world_size: int) -> Any:
     rows = 8
     (args, _), *_ = batches(MODELS["gpt"], [0], rows, torch.float32)
     with (
-        mock.patch("autopar.api.ensure_process_group", return_value=world_size),
+        mock.patch("autopar.driver.compile_model.ensure_process_group", return_value=world_size),
         mock.patch.object(DistributedModule, "broadcast_parameters"),
         mock.patch.object(DistributedModule, "apply_plan", lambda self, plan: plans.append(plan)),
         mock.patch("autopar.planner.machine.DeviceMesh.from_group", return_value=None),
