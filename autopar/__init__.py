@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autopar.environment import check_log_level
+from autopar.core.environment import check_log_level
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -30,18 +30,18 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import compile, plan, verify
-    from autopar.checkpoints.checkpointer import Checkpointer
-    from autopar.common.padding import pad_to_bucket
+    from autopar.core.common.padding import pad_to_bucket
+    from autopar.core.ir.placement import Replicate, Shard
+    from autopar.core.plan.outer import Outer
+    from autopar.core.plan.plan import Plan
+    from autopar.core.plan.strategy import Strategy
     from autopar.cost_model.cluster.cluster import Cluster
     from autopar.cost_model.measurement.measure import measure
-    from autopar.ir.placement import Replicate, Shard
-    from autopar.offload.optimizer import OffloadedOptimizer
-    from autopar.plan.outer import Outer
-    from autopar.plan.plan import Plan
-    from autopar.plan.strategy import Strategy
     from autopar.runtime.module import DistributedModule
     from autopar.runtime.pretrained import load_pretrained
-    from autopar.verification.deviation import Deviation, Verification
+    from autopar.train.checkpoints.checkpointer import Checkpointer
+    from autopar.train.offload.optimizer import OffloadedOptimizer
+    from autopar.train.verification.deviation import Deviation, Verification
 
 __version__ = "0.1.0"
 
@@ -87,29 +87,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpointer": "autopar.checkpoints.checkpointer",
+    "Checkpointer": "autopar.train.checkpoints.checkpointer",
     "Cluster": "autopar.cost_model.cluster.cluster",
-    "Deviation": "autopar.verification.deviation",
+    "Deviation": "autopar.train.verification.deviation",
     "DistributedModule": "autopar.runtime.module",
-    "OffloadedOptimizer": "autopar.offload.optimizer",
-    "Outer": "autopar.plan.outer",
-    "Plan": "autopar.plan.plan",
-    "Replicate": "autopar.ir.placement",
-    "Shard": "autopar.ir.placement",
-    "Strategy": "autopar.plan.strategy",
-    "Verification": "autopar.verification.deviation",
+    "OffloadedOptimizer": "autopar.train.offload.optimizer",
+    "Outer": "autopar.core.plan.outer",
+    "Plan": "autopar.core.plan.plan",
+    "Replicate": "autopar.core.ir.placement",
+    "Shard": "autopar.core.ir.placement",
+    "Strategy": "autopar.core.plan.strategy",
+    "Verification": "autopar.train.verification.deviation",
     "compile": "autopar.api",
     "load_pretrained": "autopar.runtime.pretrained",
     "measure": "autopar.cost_model.measurement.measure",
-    "pad_to_bucket": "autopar.common.padding",
+    "pad_to_bucket": "autopar.core.common.padding",
     "plan": "autopar.api",
     "verify": "autopar.api",
 }
 """Modules that load when one of their names is first used: what is not used costs no time."""
-
-# loading the package `autopar.plan` later would bind it here, in the place of the function
-importlib.import_module("autopar.plan")
-globals().pop("plan", None)
 
 
 def __getattr__(name: str) -> Any:

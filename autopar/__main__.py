@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from autopar.environment import check_log_level
+from autopar.core.environment import check_log_level
 from autopar.errors import StrategyError
 
 
@@ -22,7 +22,7 @@ def _imported() -> Callable[[], int]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # a job in the background ignores Ctrl-C
         signal.signal(signal.SIGINT, _end)
-    from autopar.cli import main as run
+    from autopar.cli.main import main as run
 
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, before)

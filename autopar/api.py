@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from autopar.capture.call import flattened
-from autopar.common.checks import count, demand, flag, suggests_names
+from autopar.core.common.checks import count, demand, flag, suggests_names
+from autopar.core.environment import asks_for_plain
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.optimizer_memory import Optimizer
-from autopar.driver.compile_model import compile_model
-from autopar.driver.plan_model import plan_model
-from autopar.environment import asks_for_plain
 from autopar.options import (
     CompileOptions,
     MakeOptimizer,
@@ -33,13 +33,13 @@ from autopar.options import (
     check_inputs,
     check_model,
 )
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.planner.search.mesh_search import ReportProgress
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
-from autopar.verification.deviation import Verification
-from autopar.verification.verify import compare_training, verify_first_call
+from autopar.session.compile_model import compile_model
+from autopar.session.plan_model import plan_model
+from autopar.train.verification.deviation import Verification
+from autopar.train.verification.verify import compare_training, verify_first_call
 
 
 @suggests_names

@@ -13,11 +13,11 @@ from torch import distributed as dist
 from torch import fx, nn
 
 from autopar._torch_dynamo import aot_backend, default_partition, make_boxed_func
-from autopar.common.groups import backend_of
-from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import Partial, Replicate, Varying
-from autopar.ir.roles import Gradient, Input, InputRole, Output, Parameter, Tangent
+from autopar.core.common.groups import backend_of
+from autopar.core.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.ir.placement import Partial, Replicate, Varying
+from autopar.core.ir.roles import Gradient, Input, InputRole, Output, Parameter, Tangent
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap

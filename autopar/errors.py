@@ -1,7 +1,7 @@
 """Errors and warnings of autopar.
 
-Each message says what is wrong, where, and what to change. `autopar.common.notices.warn_once` gives
-warnings once a process, on rank 0, at the user's line.
+Each message says what is wrong, where, and what to change. `warn_once` of
+`autopar.core.common.notices` gives warnings once a process, on rank 0, at the user's line.
 """
 
 from __future__ import annotations

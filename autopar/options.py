@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture.call import call_of, flattened
 from autopar.capture.stated_rows import StatedRows
-from autopar.common.checks import (
+from autopar.core.common.checks import (
     choice,
     count,
     demand,
@@ -23,12 +23,12 @@ from autopar.common.checks import (
     suggests_fields,
     texts,
 )
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.topology.devices import find_device
 from autopar.errors import StrategyError
-from autopar.ir.graph import ParameterInfo
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
 
 ReducePrecision = Literal["bf16"]

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.kernels import roofline
-from autopar.driver.inspect import program_text
+from autopar.session.inspect import program_text
 from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.cuda_kernels import KINDS, MathAttention, called_by_models, cuda_kernels

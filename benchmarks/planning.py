@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.common.deadline import Deadline
-from autopar.driver import offline
+from autopar.core.common.deadline import Deadline
+from autopar.session import offline
 from benchmarks import planning_models
 from benchmarks.before import NAME
 from benchmarks.report import about, save
@@ -108,7 +108,7 @@ def command_row(name: str) -> dict[str, Any]:
     """Exit status, seconds and output of one command."""
     told = f"autopar plan benchmarks.planning_models:asked --backend inductor {COMMANDS[name]}"
     start = time.perf_counter()
-    code = "import sys; from autopar.cli import main; sys.exit(main())"
+    code = "import sys; from autopar.cli.main import main; sys.exit(main())"
     process = subprocess.run(
         [sys.executable, "-c", code, *told.split()[1:]],
         capture_output=True,

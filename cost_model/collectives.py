@@ -20,37 +20,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from autopar.common.documents import Amount, Rate
+from autopar.core.common.documents import Amount, Rate
+from autopar.core.ir.graph import tensor_bytes, tensors
+from autopar.core.ir.messages import COLLECTIVES, collective_of
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
-from autopar.ir.graph import tensor_bytes, tensors
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-
-
-def collective_of(node: fx.Node) -> str | None:
-    """The collective that a node issues, or None."""
-    target: Any = node.target
-    if getattr(target, "namespace", None) != "_c10d_functional":
-        return None
-    name = target.name().partition("::")[2]
-    return next((c for c in COLLECTIVES[:-1] if name.startswith(c)), None)
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
-
-
-def issuer(wait: fx.Node) -> fx.Node | None:
-    """The collective of a wait, found through views and elements of tuples."""
-    source = wait.args[0]
-    while isinstance(source, fx.Node) and collective_of(source) is None:
-        source = source.args[0] if source.args else None
-    return source if isinstance(source, fx.Node) else None
 
 
 def permutation(nbytes: int, shape: GroupShape) -> tuple[str, int, GroupShape]:

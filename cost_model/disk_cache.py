@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopar.common.files import read_json
-from autopar.common.notices import warn_once
+from autopar.core.common.files import read_json
+from autopar.core.common.notices import warn_once
 from autopar.errors import MeasurementWarning
 
 T = TypeVar("T")

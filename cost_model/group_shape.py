@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.core.ir.mesh_levels import mesh_of
 from autopar.cost_model.cost import ClusterError
-from autopar.ir.mesh_levels import mesh_of
 
 
 @dataclass(frozen=True, order=True)

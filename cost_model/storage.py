@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import fx
-
+from autopar.core.ir.messages import FROM_HOST, READ, TO_HOST, WRITE
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.curves.curve import Curve
 
-WRITE, READ = "storage write", "storage read"
-TO_HOST, FROM_HOST = "copy to host", "copy from host"
 DOWN = (WRITE, TO_HOST)
 """Kinds of transfers to a lower level; others come back."""
 
@@ -29,12 +25,6 @@ LANES = {WRITE: "storage", READ: "storage", TO_HOST: "to host", FROM_HOST: "from
 UNKNOWN_LINK_BYTES_PER_S = 16e9
 """Nominal bytes per second of PCIe 3.0 x16, for devices whose link is unknown."""
 
-_TRANSFERS = {
-    "offload": (WRITE, TO_HOST),
-    "prefetch": (READ, FROM_HOST),
-    "fetch": (READ, FROM_HOST),
-}
-_WAITS = ("offloaded", "prefetched", "fetched")
 _SIZES = tuple(1 << power for power in range(12, 31, 2))
 
 # nvbandwidth on 8 x A100-SXM4-80GB, whose links are PCIe 4.0 x16: 24.8 GB/s either way, 24 and
@@ -129,29 +119,3 @@ def _through(files: Storage, host: Storage) -> Storage:
 def _sum(one: Curve, other: Curve) -> Curve:
     sizes = sorted({*one.bytes, *other.bytes})
     return Curve.smooth(sizes, [one(size) + other(size) for size in sizes])
-
-
-def transfer_of(node: fx.Node) -> str | None:
-    """The kind of transfer that a node begins; None for other nodes.
-
-    The second argument is a folder on storage, or "" for host memory.
-    """
-    in_files, on_host = _TRANSFERS.get(_own_name(node), (None, None))
-    return in_files if in_files is None or node.args[1] else on_host
-
-
-def is_storage_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a transfer, which its first argument began."""
-    return _own_name(node) in _WAITS
-
-
-def is_stored(node: fx.Node) -> bool:
-    """Whether a node is a parameter that lies on a lower level: it is read from there."""
-    reads = (transfer_of(user) in (READ, FROM_HOST) for user in node.users)
-    return node.op == "placeholder" and any(reads)
-
-
-def _own_name(node: fx.Node) -> str:
-    target: Any = node.target
-    own = getattr(target, "namespace", None) == "autopar"
-    return target.name().partition("::")[2] if own else ""

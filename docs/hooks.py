@@ -15,7 +15,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from autopar.cli import parser
+from autopar.cli.main import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME, COPIES = "README.md", "repository/"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Output, OutputRole
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Output, OutputRole
 from autopar.passes.core.node_builder import aten, is_view, viewed
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)

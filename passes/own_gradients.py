@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, OutputRole, UnreducedGrad
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient, OutputRole, UnreducedGrad
 from autopar.passes.core.node_builder import aten, call, is_view, storage_owner, viewed
 
 Span = tuple[int, int]

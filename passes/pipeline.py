@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from autopar.ir.mesh_levels import DATA_AXIS, coordinate_on
+from autopar.core.ir.mesh_levels import DATA_AXIS, coordinate_on
+from autopar.core.plan.decisions import Decisions
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.chunks.chunk_loss import ChunkLoss
 from autopar.passes.chunks.leave_out_logits import LeaveOutLogits
 from autopar.passes.communication.bucket_collectives import BucketCollectives
@@ -33,9 +36,6 @@ from autopar.passes.pipeline_parallel.place_stages import PlaceStages
 from autopar.passes.registration import with_registered
 from autopar.passes.tensor_parallel.cast_before_reduce import CastBeforeReduce
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.decisions import Decisions
-from autopar.plan.layout import Layout
-from autopar.plan.partition import NodeStrategies
 
 
 def build_pass_pipeline(

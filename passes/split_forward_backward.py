@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import (
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import (
     Gradient,
     OutputRole,
     Saved,

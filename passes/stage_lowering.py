@@ -9,18 +9,18 @@ from typing import TypeVar
 
 from torch import fx
 
-from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, Parameter, UnshardedParam
+from autopar.core.ir.batch_slicing import BATCH
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient, Parameter, UnshardedParam
+from autopar.core.plan.decisions import Decisions
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.core.node_builder import add_input
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_model_pipeline, build_stage_pipeline
 from autopar.passes.pipeline_parallel.split_stages import PipelineStages, split_stages
-from autopar.plan.decisions import Decisions
-from autopar.plan.layout import Layout
-from autopar.plan.partition import NodeStrategies
 
 T = TypeVar("T")
 

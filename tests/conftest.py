@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """Let every test see the warnings that autopar gives once a process."""
-    if notices := sys.modules.get("autopar.common.notices"):
+    if notices := sys.modules.get("autopar.core.common.notices"):
         notices.ISSUED.clear()
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.plan.buckets import Buckets
-from autopar.plan.compression import Compressions
+from autopar.core.plan.buckets import Buckets
+from autopar.core.plan.compression import Compressions
 from tests.harness.models import MODELS
 from tests.harness.training import Setup, assert_same_training, close, fixed, plain, train
 from tests.harness.worlds import run

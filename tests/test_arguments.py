@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import autopar
-from autopar.cli import main
-from autopar.common.checks import nbytes
+from autopar.cli.main import main
+from autopar.core.common.checks import nbytes
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.formatting import duration, printable
-from autopar.profiler.report import Profile
+from autopar.session.profiler.report import Profile
 from tests.harness.nonsense.case import Case, outcome
 from tests.harness.nonsense.cases import all_cases, likely_documents
 from tests.harness.nonsense.examples import example_plan, example_profile

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from autopar.commands.script import launch
+from autopar.cli.script import launch
 from tests.harness.worlds import run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -119,7 +119,7 @@ def test_no_module_is_imported_twice() -> None:
 def test_one_module_gives_warnings() -> None:
     """`warn_once` alone: other warnings would come from every rank, and again."""
     found = {source.name for source in SOURCES if "warnings.warn(" in source.path.read_text()}
-    assert found == {"autopar.common.notices"}
+    assert found == {"autopar.core.common.notices"}
 
 
 # -- docstrings --------------------------------------------------------------------------------

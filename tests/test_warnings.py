@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.common.notices import NumericsNote
+from autopar.core.common.notices import NumericsNote
 from autopar.cost_model.disk_cache import write_cached
 from autopar.runtime.codegen.program import Program
 from autopar.runtime.fallback import describe_fallback_differences

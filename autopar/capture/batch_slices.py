@@ -13,10 +13,10 @@ from autopar.capture.call import Call, batch_shard_of, flattened
 from autopar.capture.cuda_autocast import autocast_for
 from autopar.capture.model_info import describe_parameters, device_of
 from autopar.capture.trace import Capture, capture
+from autopar.core.ir.batch_slicing import BatchSlices
+from autopar.core.ir.graph import TrainingGraph, render_node, source_line, tensors
+from autopar.core.ir.roles import Output
 from autopar.errors import CoupledRowsError
-from autopar.ir.batch_slicing import BatchSlices
-from autopar.ir.graph import TrainingGraph, render_node, source_line, tensors
-from autopar.ir.roles import Output
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.local_batch import LocalBatch
 from autopar.passes.data_parallel.partition_batch import PartitionBatch

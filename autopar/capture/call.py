@@ -12,11 +12,11 @@ import torch
 
 from autopar._torch import pytree
 from autopar.capture.stated_rows import StatedRows
-from autopar.common.containers import check_no_hidden_tensors, flatten
+from autopar.core.common.containers import check_no_hidden_tensors, flatten
+from autopar.core.ir.batch_slicing import BatchSlices
+from autopar.core.ir.graph import dense_strides
+from autopar.core.ir.placement import even_rows, rows_of_parts
 from autopar.errors import BatchError
-from autopar.ir.batch_slicing import BatchSlices
-from autopar.ir.graph import dense_strides
-from autopar.ir.placement import even_rows, rows_of_parts
 
 MOST_STATIC = 4096
 """Elements of a static argument; each of its values has a program."""

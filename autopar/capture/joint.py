@@ -14,9 +14,9 @@ from torch import fx
 from autopar._torch import OpOverload, descriptors
 from autopar.capture.provenance import annotate_nodes
 from autopar.capture.traced_call import TracedCall
+from autopar.core.ir import roles
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
 from autopar.errors import CaptureError
-from autopar.ir import roles
-from autopar.ir.graph import ParameterInfo, TrainingGraph
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from torch import distributed as dist
 from torch import nn
 
 from autopar.capture.provenance import block_of
+from autopar.core.ir.graph import ParameterInfo
 from autopar.errors import ModelError, StrategyError
-from autopar.ir.graph import ParameterInfo
 
 
 def describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:

@@ -28,8 +28,8 @@ from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.capture.values.pure_calls import tensors_in
 from autopar.capture.values.raising_branches import RaisingBranches
 from autopar.capture.values.real_tensors import RealTensors, explaining_writes
-from autopar.ir.graph import ParameterInfo
-from autopar.operators.attention import SDPA
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.operators.attention import SDPA
 
 AUTOPAR = os.path.dirname(os.path.dirname(__file__))
 LIBRARIES = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), AUTOPAR))

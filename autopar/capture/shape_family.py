@@ -30,7 +30,7 @@ from autopar.capture.symbolic_sizes import (
 from autopar.capture.trace import Capture
 from autopar.capture.values.compiler_branches import Site
 from autopar.capture.values.replay import Replay
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)

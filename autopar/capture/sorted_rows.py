@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, Value, elements
-from autopar.operators.checked import checked
+from autopar.core.ir.graph import TrainingGraph, Value, elements
+from autopar.core.operators.checked import checked
 from autopar.passes.core.collective_ops import value_of
 from autopar.passes.core.node_builder import call, is_view
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, fills_dims, overloads

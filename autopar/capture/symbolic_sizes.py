@@ -17,8 +17,8 @@ from torch import fx
 
 from autopar._torch import ShapeEnv
 from autopar.capture.call import Call, TensorSpec
+from autopar.core.ir.graph import dense_strides
 from autopar.errors import CaptureError
-from autopar.ir.graph import dense_strides
 
 Place = tuple[int, int]
 """A leaf of a call and a dim of it."""

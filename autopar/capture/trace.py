@@ -42,7 +42,10 @@ from autopar.capture.values.checkpoint_calls import (
 )
 from autopar.capture.values.compiler_branches import CompilerBranches, Site
 from autopar.capture.values.replay import NO_STEPS, Replay
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.ir.placement import Shard
+from autopar.core.ir.roles import Output
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
@@ -51,9 +54,6 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import first_line
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.placement import Shard
-from autopar.ir.roles import Output
 
 
 @dataclass(frozen=True)

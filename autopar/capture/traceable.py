@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from autopar._torch import BatchNorm, dense_flex_attention, patched, without_onednn
 from autopar.capture.channels_last import FORMATS
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.operators.attention import attention_like
+from autopar.core.operators.checked import checked
+from autopar.core.operators.ctc import ctc_like, select_like
+from autopar.core.operators.direct_calls import DIRECT_CALLS
+from autopar.core.operators.experts import grouped_form
 from autopar.errors import AutoparWarning
-from autopar.operators.attention import attention_like
-from autopar.operators.checked import checked
-from autopar.operators.ctc import ctc_like, select_like
-from autopar.operators.direct_calls import DIRECT_CALLS
-from autopar.operators.experts import grouped_form
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:

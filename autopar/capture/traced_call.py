@@ -33,10 +33,10 @@ from autopar.capture.values.norm_statistics import with_kernels_dtypes
 from autopar.capture.values.parameter_reads import ParameterReads
 from autopar.capture.values.raising_branches import RaisingBranches
 from autopar.capture.values.replay import Step
-from autopar.common.containers import Unreturned, flatten, hidden_tensors
-from autopar.common.deadline import check_time
+from autopar.core.common.containers import Unreturned, flatten, hidden_tensors
+from autopar.core.common.deadline import check_time
+from autopar.core.ir.graph import ParameterInfo
 from autopar.errors import CaptureError
-from autopar.ir.graph import ParameterInfo
 
 UNUSED_SEED = 0x5EED_0F_A_7ACE
 """A seed that no forward takes, so that the same state afterwards means that none was set."""

@@ -17,16 +17,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autopar.api import compile
-from autopar.checkpoints.plain_data import load_plain
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import StrategyError
 from autopar.integrations.loaders import whole_batches
 from autopar.integrations.optimizers import follow_parameters, load_optimizer_state, model_of
 from autopar.integrations.rows import gather_results
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.safetensors_files import read_whole
+from autopar.train.checkpoints.plain_data import load_plain
 
 ReadResult = Callable[[Any, Any, Any, Any], Any]
 """Takes a compiled model, the arguments of its call and its result; returns the loop's result."""

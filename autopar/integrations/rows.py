@@ -9,8 +9,8 @@ from torch import distributed as dist
 
 from autopar._torch import pytree
 from autopar.capture.call import batch_shard_of
-from autopar.common.containers import flatten
-from autopar.ir.placement import Shard
+from autopar.core.common.containers import flatten
+from autopar.core.ir.placement import Shard
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.whole_gradient import none_for_none
 from autopar.runtime.process_groups import explaining_comm_errors

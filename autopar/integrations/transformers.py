@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.integrations.accelerate import AutoparAccelerator
 from autopar.integrations.optimizers import follow_parameters
 from autopar.integrations.rows import whole_rows
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.states.methods import same_config
 

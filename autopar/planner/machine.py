@@ -12,9 +12,10 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.common.world import world, world_size
+from autopar.core.common.world import world, world_size
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import COLLECTIVES, FROM_HOST, READ, TO_HOST, WRITE
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.kernels.fusion import EAGER
 from autopar.cost_model.kernels.slowest import slowest_of
 from autopar.cost_model.measurement.host_copy_bench import measure_host
@@ -26,8 +27,6 @@ from autopar.cost_model.measurement.storage_bench import measure_storage
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory, optimizer_state_ratio
 from autopar.cost_model.memory.workspace import Workspace
-from autopar.cost_model.storage import FROM_HOST, READ, TO_HOST, WRITE
-from autopar.ir.graph import TrainingGraph
 from autopar.planner.problem import PlanningProblem
 
 _QUICK_S = 4.0  # budget for collectives when compiling; `autopar measure` takes longer

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from autopar.plan.recompute import LEVELS, Level
-from autopar.plan.strategy import Strategy
+from autopar.core.plan.recompute import LEVELS, Level
+from autopar.core.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.setup import EvaluationSetup
 

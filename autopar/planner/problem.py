@@ -10,6 +10,13 @@ from functools import cached_property
 
 import torch
 
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.ir.placement import Replicate
+from autopar.core.plan.decisions import fingerprint
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction, RunnerUp, slower
+from autopar.core.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.fusion import EAGER
 from autopar.cost_model.measurement.device_memory import DeviceMemory
@@ -18,13 +25,6 @@ from autopar.cost_model.memory.allocator import context_bytes
 from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
 from autopar.errors import StrategyError
 from autopar.formatting import human_bytes
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import Replicate
-from autopar.plan.decisions import fingerprint
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction, RunnerUp, slower
-from autopar.plan.strategy import REDUCE_PRECISIONS, Strategy
 
 Graphs = Mapping[int, TrainingGraph]
 """The captured graph of one micro-batch, by the number of micro-batches."""

@@ -16,9 +16,9 @@ from autopar.report.precision import precision_line
 from autopar.report.verdict import LOOSE, baselines, compared, enough, without_baseline
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
-    from autopar.plan.prediction import Prediction, RunnerUp
-    from autopar.plan.search_outcome import SearchOutcome
+    from autopar.core.plan.plan import Plan
+    from autopar.core.plan.prediction import Prediction, RunnerUp
+    from autopar.core.plan.search_outcome import SearchOutcome
 
 WIDTH = 80
 """Columns of a terminal."""

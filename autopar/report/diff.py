@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from autopar.core.ir.placement import Placement, Replicate
 from autopar.formatting import duration, human_bytes
-from autopar.ir.placement import Placement, Replicate
 
 if TYPE_CHECKING:
-    from autopar.plan.buckets import Buckets
-    from autopar.plan.compression import Compressions
-    from autopar.plan.partition import Partition
-    from autopar.plan.pipeline import Pipeline
-    from autopar.plan.plan import Plan
-    from autopar.plan.prediction import Prediction
+    from autopar.core.plan.buckets import Buckets
+    from autopar.core.plan.compression import Compressions
+    from autopar.core.plan.partition import Partition
+    from autopar.core.plan.pipeline import Pipeline
+    from autopar.core.plan.plan import Plan
+    from autopar.core.plan.prediction import Prediction
 
 NAMED = 3
 """Number of names listed for one change."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.plan.prediction import Prediction
+from autopar.core.plan.prediction import Prediction
 
 
 @dataclass(frozen=True)

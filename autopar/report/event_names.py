@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from autopar.core.plan.report_data import CollectiveCall, TimelineEvent
 from autopar.cost_model.simulator.streams import COMPUTE
-from autopar.plan.report_data import CollectiveCall, TimelineEvent
 
 _OVERLOAD = re.compile(r"(_default|_Tensor|_Scalar|_int|_dim)?(_\d+)?$")
 

@@ -12,8 +12,8 @@ from autopar.report.table import exposures, layout, levels, lower_level, predict
 from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
-    from autopar.plan.prediction import Prediction, RunnerUp
+    from autopar.core.plan.plan import Plan
+    from autopar.core.plan.prediction import Prediction, RunnerUp
 
 
 def with_reasons(plan: Plan) -> str:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopar.plan.layout import Layout
+from autopar.core.plan.layout import Layout
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
+    from autopar.core.plan.plan import Plan
 
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Usual names of dtypes."""

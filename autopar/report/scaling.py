@@ -9,8 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from autopar.core.plan.prediction import Prediction
 from autopar.formatting import human_bytes
-from autopar.plan.prediction import Prediction
 from autopar.report.error_bars import STEPS
 
 MILLION = 1e6

@@ -12,18 +12,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autopar.core.exposure import CAUSES, Exposure
+from autopar.core.ir.mesh_levels import DATA_STORAGE_AXES
+from autopar.core.plan.layout import Layout
 from autopar.cost_model.memory.allocator import CONTEXT_SOURCE
-from autopar.cost_model.simulator.exposure import CAUSES, Exposure
 from autopar.formatting import duration, human_bytes, memory_text, printable
-from autopar.ir.mesh_levels import DATA_STORAGE_AXES
-from autopar.plan.layout import Layout
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.precision import precision_line
 from autopar.report.verdict import verdict_lines
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
-    from autopar.plan.prediction import Prediction
+    from autopar.core.plan.plan import Plan
+    from autopar.core.plan.prediction import Prediction
 
 
 WIDTH = 80

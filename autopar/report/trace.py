@@ -9,21 +9,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.simulator.chrome_trace import Bytes, Flow, Slice, chrome_trace, waited
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.report_data import CollectiveCall, StageProgram, TimelineEvent
+from autopar.cost_model.simulator.chrome_trace import (
+    Bytes,
+    Flow,
+    Slice,
+    chrome_trace,
+    waited,
+    write_trace,
+)
 from autopar.cost_model.simulator.streams import COMPUTE
 from autopar.errors import PlanError
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.report_data import CollectiveCall, StageProgram, TimelineEvent
 from autopar.report.event_names import EventNames
 from autopar.report.html.memory import shown
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "parameter gradients"}
 _PP = "pp: messages between stages"
+
+
+def write_timeline(path: str | Path, plan: Plan) -> None:
+    """Writes the trace of a plan.
+
+    Raises:
+        PlanError: The plan has no prediction.
+        StrategyError: the file cannot be written.
+    """
+    write_trace(path, trace(plan))
 
 
 def trace(plan: Plan) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
+from autopar.core.plan.strategy import MESH, UNUSED
 from autopar.formatting import duration
-from autopar.plan.strategy import MESH, UNUSED
 
 if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
-    from autopar.plan.search_outcome import SearchOutcome
+    from autopar.core.plan.plan import Plan
+    from autopar.core.plan.search_outcome import SearchOutcome
 
 EQUAL = 0.005
 """Relative difference of two predicted steps that counts as none."""

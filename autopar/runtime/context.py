@@ -26,17 +26,17 @@ from autopar.capture.state.effects import CounterValue
 from autopar.capture.state.guards import Guards
 from autopar.capture.symbolic_sizes import kind_of
 from autopar.capture.trace import Capture, capture, capture_symbolically
-from autopar.common.bounded_cache import BoundedCache
-from autopar.common.groups import backend_of
-from autopar.common.notices import warn_once
-from autopar.common.world import rank
-from autopar.errors import AutoparWarning, StrategyError
-from autopar.ir.graph import ParameterInfo
-from autopar.plan.layout import Layout
-from autopar.plan.partition import (
+from autopar.core.common.bounded_cache import BoundedCache
+from autopar.core.common.groups import backend_of
+from autopar.core.common.notices import warn_once
+from autopar.core.common.world import rank
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import (
     NodeStrategies,
 )
-from autopar.plan.plan import Plan
+from autopar.core.plan.plan import Plan
+from autopar.errors import AutoparWarning, StrategyError
 from autopar.runtime.agreement.captured_graph import agree_on_graph
 from autopar.runtime.agreement.consensus import (
     run_on_all_ranks,

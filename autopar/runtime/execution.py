@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.trace import Capture
+from autopar.core.plan.plan import Plan
 from autopar.errors import CaptureError
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.protocol import Protocol
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.border.outside_gradients import OutsideGradients

@@ -25,8 +25,8 @@ from autopar.capture.call import BatchShard, TensorSpec
 from autopar.capture.model_info import find_separate_blocks
 from autopar.capture.provenance import user_frame
 from autopar.capture.values.checkpoint_calls import without_reentrant_checkpoints
-from autopar.common.containers import flatten
-from autopar.common.world import world
+from autopar.core.common.containers import flatten
+from autopar.core.common.world import world
 from autopar.errors import AutoparError, BatchError, CaptureError, ModelError, StrategyError
 from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import gather_objects

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import abort_group, clear_dtensor_caches, group_timeout
-from autopar.common.groups import backend_of
-from autopar.common.world import is_part, world
+from autopar.core.common.groups import backend_of
+from autopar.core.common.world import is_part, world
 
 Ranks = tuple[tuple[int, ...], ...]
 """Disjoint groups that cover the world, of ranks as torch.distributed numbers them."""

@@ -14,11 +14,11 @@ from torch import distributed as dist
 from torch import nn
 
 from autopar.capture.call import BatchShard, UnevenRowsError
-from autopar.common.containers import flatten
-from autopar.common.notices import warn_once
-from autopar.common.world import rank
+from autopar.core.common.containers import flatten
+from autopar.core.common.notices import warn_once
+from autopar.core.common.world import rank
+from autopar.core.ir.placement import Shard, rows_of_parts
 from autopar.errors import AutoparWarning, CaptureError, NumericsWarning, StrategyError
-from autopar.ir.placement import Shard, rows_of_parts
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.optimizer_steps import OptimizerSteps

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, batch_shard_of
 from autopar.capture.trace import Capture
-from autopar.common.world import rank, running_ranks
+from autopar.core.common.world import rank, running_ranks
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.ir.placement import Shard
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import Shard
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.strategies import MakeStrategies
 from autopar.runtime.agreement.turn import Turn

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.common.groups import advice_for_hangs
-from autopar.common.world import running_ranks
+from autopar.core.common.groups import advice_for_hangs
+from autopar.core.common.world import running_ranks
+from autopar.core.ir.mesh_levels import mesh_of
 from autopar.errors import CommunicationError
-from autopar.ir.mesh_levels import mesh_of
 from autopar.runtime.group_cache import mesh_over
 from autopar.runtime.lost_peers import is_lost_peer
 from autopar.runtime.watch.hang import where_ranks_are

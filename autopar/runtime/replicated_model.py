@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autopar._torch import without_weight_references
-from autopar.common.world import world
+from autopar.core.common.world import world
 from autopar.runtime.border.first_derivative import differentiable_once
 from autopar.runtime.border.held_gradients import HeldGradients
 from autopar.runtime.parameters.distribute import broadcast_from_rank0, local_part

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar.common.world import rank
+from autopar.core.common.world import rank
 from autopar.runtime.agreement.consensus import broadcast_from_rank0
 from autopar.runtime.options import Options
 

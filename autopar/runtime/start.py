@@ -18,14 +18,14 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autopar._torch import PrefixStore, Store, high_priority_nccl
-from autopar.common.groups import backends_of
+from autopar.core.common.groups import backends_of
+from autopar.core.environment import check_launch
+from autopar.core.waiting import awaited
 from autopar.cost_model.host import boot_id
-from autopar.environment import check_launch
 from autopar.errors import CommunicationError, StrategyError
 from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.lost_peers import wait_for_launcher
-from autopar.waiting import awaited
 
 POLL_S = 0.1
 """Seconds between two looks at how many ranks are there."""

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.placement import Shard
-from autopar.plan.pipeline import SCHEDULES
+from autopar.core.ir.placement import Shard
+from autopar.core.plan.pipeline import SCHEDULES
 from benchmarks.report import about, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.architectures import EXPERTS as MIXTURES

@@ -22,9 +22,9 @@ import torch
 from rich.table import Table
 
 import autopar
-from autopar.ir.placement import Shard
-from autopar.plan.layout import Layout
-from autopar.plan.pipeline import SCHEDULES
+from autopar.core.ir.placement import Shard
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.pipeline import SCHEDULES
 from benchmarks.report import about, empty_table, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.architectures import EXPERTS as MIXTURES

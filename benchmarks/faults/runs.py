@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.elastic.run import Launch
-from autopar.elastic.run import run as launch
+from autopar.train.elastic.run import Launch
+from autopar.train.elastic.run import run as launch
 from benchmarks.faults.injection import LAUNCHER, PAUSE, Injection
 from benchmarks.faults.train import EVERY
 from benchmarks.faults.warm import NAMESPACE, STUB, die_with_parent, enter_namespace

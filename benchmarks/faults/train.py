@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.checkpoints.background import BackgroundWriter
 from autopar.runtime import start
+from autopar.train.checkpoints.background import BackgroundWriter
 from benchmarks.faults.injection import Injector
 from benchmarks.models import DecoderBlock
 

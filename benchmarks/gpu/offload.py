@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar._torch import TorchDispatchMode
-from autopar.operators import host_copies, parameters
+from autopar.core.operators import host_copies, parameters
 from benchmarks.gpu.setting import MIB, Setting
 from benchmarks.offload.models import Contents
 from tests.harness.emulated_streams import KERNELS, emulated_streams

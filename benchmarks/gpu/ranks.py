@@ -13,26 +13,26 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 import autopar
 from autopar.capture.batch_slices import capture_of_rank
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Input, Saved
+from autopar.core.plan.layout import Layout
+from autopar.core.random_inputs import random_like
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.host import device_name
-from autopar.cost_model.kernels.random_inputs import random_like
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from autopar.cost_model.simulator.step import simulate
-from autopar.driver.inspect import planned_strategies
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Input, Saved
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline import build_pass_pipeline, build_stage_pipeline
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import split_plan_stages
-from autopar.plan.layout import Layout
 from autopar.runtime.codegen.program import LoweringOptions, generate, with_axes
 from autopar.runtime.process_groups import make_groups, make_mesh
+from autopar.session.inspect import planned_strategies
 from benchmarks.gpu.setting import MIB, Setting
 
 RANKS = 8

@@ -19,7 +19,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.plan.strategy import Strategy
+from autopar.core.plan.strategy import Strategy
 from benchmarks.integrations.plans import run_plain, run_plans
 from benchmarks.report import about, save, wide_console
 from tests.harness import worlds

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.plan.strategy import Strategy
+from autopar.core.plan.strategy import Strategy
 from benchmarks.integrations.record import Record
 from benchmarks.memoize import memoized_capture
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.common.world import world_size
-from autopar.operators import offload, parameters
+from autopar.core.common.world import world_size
+from autopar.core.operators import offload, parameters
 from autopar.passes import pipeline
 from autopar.passes.memory.offload_activations import OffloadActivations
 from benchmarks.exactness.parity import CASES

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.common.block_storage import BlockStorage
+from autopar.core.common.block_storage import BlockStorage
 from benchmarks.offload.models import Model
 
 LR = 1e-4

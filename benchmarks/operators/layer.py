@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.common.tolerances import TOLERANCES, differences, relative_difference
+from autopar.core.common.tolerances import TOLERANCES, differences, relative_difference
 from tests.harness.training import whole
 
 STEPS = 2

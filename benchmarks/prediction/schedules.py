@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.plan.pipeline import SCHEDULES
+from autopar.core.plan.pipeline import SCHEDULES
 from benchmarks.published import gpt
 from benchmarks.report import about, empty_table, save, wide_console
 

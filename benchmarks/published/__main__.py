@@ -17,10 +17,10 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-from autopar.common.deadline import Deadline
-from autopar.cost_model.simulator.schedules import orders
-from autopar.driver import offline
-from autopar.plan.plan import Plan
+from autopar.core.common.deadline import Deadline
+from autopar.core.plan.plan import Plan
+from autopar.core.schedules import orders
+from autopar.session import offline
 from benchmarks.published.planning import NO_CAP, pinned, plan_of
 from benchmarks.published.tables import Run, read
 from benchmarks.report import about, save

@@ -13,15 +13,15 @@ from torch import fx
 
 import autopar
 from autopar.capture.model_info import describe_parameters
-from autopar.common.deadline import Deadline
+from autopar.core.common.deadline import Deadline
+from autopar.core.plan.plan import Plan
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.devices import find_device
-from autopar.driver.offline import OfflineDriver
 from autopar.passes.memory.checkpoint_activations import MinCut
-from autopar.plan.plan import Plan
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.problem import PlanningProblem
+from autopar.session.offline import OfflineDriver
 from benchmarks.published.gpt import MasterAdamW
 from benchmarks.published.tables import Run
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from autopar.ir.placement import Shard
-from autopar.plan.recompute import Level
-from autopar.plan.strategy import Strategy
+from autopar.core.ir.placement import Shard
+from autopar.core.plan.recompute import Level
+from autopar.core.plan.strategy import Strategy
 from benchmarks.published import llama
 from benchmarks.published.gpt import Sizes, make
 from examples.plan_llama import SIZES, Size

@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from autopar.core.plan.strategy import Strategy
 from autopar.integrations.transformers import AutoparTrainerMixin
-from autopar.plan.strategy import Strategy
 
 WORDS = tuple(f"w{index}" for index in range(40))
 

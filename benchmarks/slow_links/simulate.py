@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from autopar import Outer
-from autopar.plan.outer import LocalSteps
+from autopar.core.plan.outer import LocalSteps
 from autopar.runtime.local_steps.block import Block
 from autopar.runtime.local_steps.rounds import drawn_shares
 from benchmarks.report import about, save

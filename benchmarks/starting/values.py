@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar.plan.layout import Layout
+from autopar.core.plan.layout import Layout
 from autopar.runtime.initialization import deferred, initialize
 from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.pipeline.stage_parameters import distribute_plan_parameters

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checkpoints.checkpointer import Checkpointer
+from autopar.train.checkpoints.checkpointer import Checkpointer
 from benchmarks.trust.child import Tell, in_child
 
 STEPS = 8

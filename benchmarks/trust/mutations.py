@@ -28,7 +28,7 @@ class Payload:
 
 EXPRESSIONS = (
     "__import__('os').system('true')",
-    "autopar.commands.script:launch",
+    "autopar.cli.script:launch",
     "posix:system",
     "aten.from_file.default",
     "FakeTensor((9223372036854775807, 9), (1, 1), 0, torch.float32, device('cpu'))",

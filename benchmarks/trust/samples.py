@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from autopar.checkpoints.checkpointer import Checkpointer
-from autopar.checkpoints.plain_data import load_plain
+from autopar.core.plan.plan import Plan
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.cluster_cache import read_cluster, write_cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
@@ -27,9 +26,10 @@ from autopar.passes.core.reproducer import load as load_reproducer
 from autopar.passes.core.reproducer import save as save_reproducer
 from autopar.passes.core.runner import apply_pass
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.plan import Plan
-from autopar.profiler.report import Profile, find
 from autopar.runtime.parameters.safetensors_files import INDEX, SafetensorsFiles
+from autopar.session.profiler.report import Profile, find
+from autopar.train.checkpoints.checkpointer import Checkpointer
+from autopar.train.checkpoints.plain_data import load_plain
 from tests.cost_model.nccl.test_nccl_tests import NEW, in_json
 from tests.harness.nonsense.examples import example_plan, example_profile
 from tests.passes.golden import two_layers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.ir.placement import proportional_rows
+from autopar.core.ir.placement import proportional_rows
 from benchmarks.models import GPT
 from benchmarks.unequal.steps import medians, step, turn
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.cost_model.collectives import Transfer, check_collective, collective_of, ring
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import collective_of
+from autopar.cost_model.collectives import Transfer, check_collective, ring
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
-from autopar.ir.graph import TrainingGraph
 
 MESSAGE_BYTES = 430
 """Bytes of a gloo message beside its payload: headers, acknowledgements, and notices that sender

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.common.checks import (
+from autopar.core.common.checks import (
     MAX_BYTES,
     MAX_RANKS,
     argument_error,
@@ -20,7 +20,7 @@ from autopar.common.checks import (
     short_repr,
     text,
 )
-from autopar.common.documents import load, write_text
+from autopar.core.common.documents import load, write_text
 from autopar.cost_model.algorithms.extrapolate import Fabric
 from autopar.cost_model.cluster.document import cluster_fields
 from autopar.cost_model.cluster.interference import SHARED_CORES, SHARED_GPU, Slowdown

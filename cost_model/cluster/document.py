@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from autopar.common.documents import Amount, FieldError, Positive, Ranks, Rate, read
+from autopar.core.common.documents import Amount, FieldError, Positive, Ranks, Rate, read
 from autopar.cost_model.cluster.interference import Slowdown
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.cost import KINDS, ClusterError

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.messages import COLLECTIVES
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import SHARED_GPU
-from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.nccl.nccl_tests import NcclTestsTable, read_tables

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.common.documents import Amount, Positive
+from autopar.core.common.documents import Amount, Positive
 from autopar.cost_model.cost import ClusterError, check_provenance
 
 

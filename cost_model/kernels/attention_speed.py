@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.core.ir.graph import tensors
 from autopar.cost_model.kernels.gemm_efficiency import is_causal
-from autopar.ir.graph import tensors
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS = (64, 128)

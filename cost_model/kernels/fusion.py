@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.cost_model.collectives import is_wait
-from autopar.cost_model.kernels.aliases import computes, is_view
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.aliases import computes, is_view
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.messages import is_wait
 
 _ELEMENTWISE = frozenset(
     {

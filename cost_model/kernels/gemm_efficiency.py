@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import tensors
-from autopar.operators.attention_blocks import BLOCKS
-from autopar.operators.kernels import is_canonical
+from autopar.core.ir.graph import tensors
+from autopar.core.operators.attention_blocks import BLOCKS
+from autopar.core.operators.kernels import is_canonical
 
 TILES = ((256, 128), (128, 256), (128, 128))
 """Rows and columns of the tiles that reach the peak."""

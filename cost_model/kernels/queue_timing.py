@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar._torch import sleep_on_gpu
-from autopar.cost_model.kernels.random_inputs import integer_ranges
+from autopar.core.random_inputs import integer_ranges
 from autopar.cost_model.kernels.timing import bind, operator_bytes, operator_limit
 
 _ROUNDS, _MOST_RUNS = 3, 32  # the driver queues about a thousand launches

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from autopar.core.ir.aliases import extent_bytes
+from autopar.core.ir.graph import tensors
+from autopar.core.random_inputs import integer_ranges, random_like
 from autopar.cost_model.host import free_memory_bytes
-from autopar.cost_model.kernels.aliases import extent_bytes
-from autopar.cost_model.kernels.random_inputs import integer_ranges, random_like
-from autopar.ir.graph import tensors
 
 aten = torch.ops.aten
 

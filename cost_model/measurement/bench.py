@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autopar._torch import group_timeout
-from autopar.common.groups import advice_for_hangs, backends_of, cpu_group, gather_values
-from autopar.cost_model.algorithms.gloo_chunks import gloo_chunks
+from autopar.core.common.groups import advice_for_hangs, backends_of, cpu_group, gather_values
+from autopar.core.gloo_chunks import gloo_chunks
 from autopar.cost_model.measurement.group_layouts import Groups
 from autopar.errors import CommunicationError
 

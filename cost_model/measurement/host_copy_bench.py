@@ -14,10 +14,11 @@ from datetime import date
 import torch
 
 from autopar._torch import sleep_on_gpu
+from autopar.core.ir.messages import FROM_HOST, TO_HOST
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.host import Host
 from autopar.cost_model.measurement.storage_bench import QUICK_S, SIZES, line_up
-from autopar.cost_model.storage import COPIES, FROM_HOST, TO_HOST, Storage
+from autopar.cost_model.storage import COPIES, Storage
 
 COMPUTE = "compute"
 """Stream of compute beside copies."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.common.groups import has_ended
-from autopar.common.row_exchange import RECORD_NUMBERS, RowExchange
+from autopar.core.common.groups import has_ended
+from autopar.core.common.row_exchange import RECORD_NUMBERS, RowExchange
 from autopar.cost_model.cluster.interference import SHARED_GPU, Slowdown
 from autopar.cost_model.host import boot_id, shares_cores
 from autopar.cost_model.measurement.bench import Bench

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.common.checks import MAX_BYTES, argument_error, choice, count, flag, seconds, text
-from autopar.common.groups import backends_of
-from autopar.common.notices import warn_once
-from autopar.common.world import world
-from autopar.cost_model.algorithms.gloo_chunks import MAX_CHUNKS
+from autopar.core.common.checks import MAX_BYTES, argument_error, choice, count, flag, seconds, text
+from autopar.core.common.groups import backends_of
+from autopar.core.common.notices import warn_once
+from autopar.core.common.world import world
+from autopar.core.gloo_chunks import MAX_CHUNKS
+from autopar.core.ir.messages import COLLECTIVES
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import NO_SLOWDOWN
-from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured

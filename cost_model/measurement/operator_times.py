@@ -13,10 +13,13 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.cost_model.collectives import collective_of, is_wait
+from autopar.core.ir.aliases import computes
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import collective_of, is_wait
+from autopar.core.ir.signature import kind_of, moved_bytes, signature, time_key
+from autopar.core.operators.kernels import is_canonical, own_kernels
 from autopar.cost_model.cost import ZERO_COST, ClusterError, Cost
 from autopar.cost_model.host import oversubscription, shares_cores
-from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.fusion import EAGER, Traffic, is_row_wise, traffic
 from autopar.cost_model.kernels.gemm_efficiency import (
     is_attention,
@@ -25,7 +28,6 @@ from autopar.cost_model.kernels.gemm_efficiency import (
 )
 from autopar.cost_model.kernels.queue_timing import QueueTimer, time_empty_kernel
 from autopar.cost_model.kernels.roofline import ROW_WISE, Roofline
-from autopar.cost_model.kernels.signature import kind_of, moved_bytes, signature, time_key
 from autopar.cost_model.kernels.timing import Stopwatch, flops_of, time_dispatch
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, ReplayGroup, replay_step
 from autopar.cost_model.measurement.timing_context import (
@@ -35,8 +37,6 @@ from autopar.cost_model.measurement.timing_context import (
     resolve,
     write_times,
 )
-from autopar.ir.graph import TrainingGraph
-from autopar.operators.kernels import is_canonical, own_kernels
 
 _DISPATCH = "dispatch"  # key of a call that computes nothing
 _MAX_SIZE_RATIO = 16.0  # between operators of a kind that are derived from each other

@@ -30,14 +30,14 @@ import torch.distributed as dist
 from torch import fx
 
 from autopar._torch import BoxedCodeGen
-from autopar.common.groups import cpu_group, gather_values
-from autopar.cost_model.collectives import collective_of, is_wait, issuer
+from autopar.core.common.groups import cpu_group, gather_values
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.messages import collective_of, is_wait, issuer
+from autopar.core.ir.roles import Parameter
+from autopar.core.ir.signature import time_key
+from autopar.core.random_inputs import index_bound, random_like
 from autopar.cost_model.host import boot_id, free_memory_bytes
-from autopar.cost_model.kernels.random_inputs import index_bound, random_like
-from autopar.cost_model.kernels.signature import time_key
 from autopar.cost_model.memory.peak import simulate_memory
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Parameter
 
 log = logging.getLogger(__name__)
 

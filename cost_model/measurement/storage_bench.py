@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.common.block_storage import BlockStorage, Extent
-from autopar.common.groups import cpu_group
+from autopar.core.common.block_storage import BlockStorage, Extent
+from autopar.core.common.groups import cpu_group
+from autopar.core.operators.offload import empty_pages
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.host import Host
 from autopar.cost_model.measurement.sample_compute import (
@@ -25,7 +26,6 @@ from autopar.cost_model.measurement.sample_compute import (
     seconds_of_piece,
 )
 from autopar.cost_model.storage import Storage
-from autopar.operators.offload import empty_pages
 
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 """Sizes of transfers in bytes, 64 KiB to 64 MiB."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.common.block_storage import round_up
-from autopar.cost_model.storage import TO_HOST, WRITE, is_stored, transfer_of
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.common.block_storage import round_up
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.messages import TO_HOST, WRITE, is_stored, transfer_of
 
 PASSING = 4
 """Values on their way to and from files at once: two of the largest, each way."""

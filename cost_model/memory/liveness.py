@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.cost_model.collectives import collective_of, is_wait
-from autopar.cost_model.kernels.aliases import Storage, find_storages
+from autopar.core.ir import roles
+from autopar.core.ir.aliases import Storage, find_storages
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes
+from autopar.core.ir.messages import collective_of, is_stored, is_wait
 from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
 from autopar.cost_model.memory.workspace import Workspace
-from autopar.cost_model.storage import is_stored
-from autopar.ir import roles
-from autopar.ir.graph import TrainingGraph, tensor_bytes
 
 CATEGORIES = (
     "parameters",

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree, storage_key
-from autopar.common.block_storage import BUFFERS, split_blocks
+from autopar.core.common.block_storage import BUFFERS, split_blocks
+from autopar.core.ir.graph import tensor_bytes
+from autopar.core.operators.host_copies import standing_in
 from autopar.cost_model.memory.allocation_tracker import track_allocations
 from autopar.errors import StrategyError
-from autopar.ir.graph import tensor_bytes
-from autopar.operators.host_copies import standing_in
 
 _SIDE = 64
 _TRIAL_NUMEL = 1 << 18  # blocks of 1 MiB are not rounded up on a GPU

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.core.ir.graph import TrainingGraph
 from autopar.cost_model.memory.allocator import allocator_of, context_bytes, workspace_bytes
 from autopar.cost_model.memory.growth import Parts, parts_of_step
 from autopar.cost_model.memory.liveness import ALWAYS, CATEGORIES, Overhead, Span, memory_spans
-from autopar.ir.graph import TrainingGraph
 
 UPDATE = "optimizer step"
 """Name of the last point of the curve."""

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.ir.aliases import computes
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.signature import signature
 from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host, device_name
-from autopar.cost_model.kernels.aliases import computes
 from autopar.cost_model.kernels.origin import without_foreign
 from autopar.cost_model.kernels.settings import kernel_settings
-from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.kernels.timing import operator_bytes, operator_limit, runnable
 from autopar.cost_model.memory.allocation_tracker import track_allocations
-from autopar.ir.graph import TrainingGraph
 
 _KIND = "scratch"  # of files in the cache
 

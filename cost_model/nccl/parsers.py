@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from autopar.common.documents import read
+from autopar.core.common.documents import read
 from autopar.cost_model.cost import ClusterError
 
 PROGRAMS = (

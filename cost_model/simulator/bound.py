@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import collective_of, is_wait
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.ir.graph import TrainingGraph
 
 
 def least_seconds(graph: TrainingGraph, cluster: Cluster, operators: OperatorTimes) -> float:

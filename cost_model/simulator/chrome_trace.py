@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.common.documents import write_text
-from autopar.cost_model.collectives import collective_of, is_wait, issuer
+from autopar.core.common.documents import write_text
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import collective_of, is_wait, issuer
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph
 
 _NS = 1e9
 

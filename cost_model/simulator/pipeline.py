@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
-from autopar.cost_model.simulator.schedules import Action, Orders, ranks_in
+from autopar.core.schedules import Action, Orders, ranks_in
 from autopar.cost_model.simulator.streams import COMPUTE, Event
 
 SEND, WAIT = "send", "wait"

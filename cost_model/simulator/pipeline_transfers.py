@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.simulator.schedules import Kind, Orders, ranks_in
+from autopar.core.schedules import Kind, Orders, ranks_in
 
 if TYPE_CHECKING:
     from autopar._torch_dynamo import PipelineAction

@@ -19,19 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.common.deadline import check_time
+from autopar.core.common.deadline import check_time
+from autopar.core.exposure import Exposure, apportion
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.messages import collective_of, is_storage_wait, is_wait, issuer, transfer_of
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.memory.peak import Memory, simulate_memory
-from autopar.cost_model.simulator.exposure import Exposure, apportion
 from autopar.cost_model.simulator.streams import Clock, Event, Flight
-from autopar.cost_model.storage import COPIES, DOWN, LANES, is_storage_wait, transfer_of
+from autopar.cost_model.storage import COPIES, DOWN, LANES
 from autopar.formatting import duration
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
 
 WORTH_NAMING = 0.05
 """Least part of a step in which the device waits for its host, for a note."""

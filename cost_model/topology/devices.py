@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.common.documents import Positive, Rate
+from autopar.core.common.documents import Positive, Rate
 from autopar.cost_model.cost import ClusterError, check_provenance
 
 

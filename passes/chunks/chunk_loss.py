@@ -8,9 +8,9 @@ from operator import getitem
 import torch
 from torch import fx
 
-from autopar.common.notices import BorderNote
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Tangent
+from autopar.core.common.notices import BorderNote
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import Tangent
 from autopar.passes.chunks.chunk_writer import write_chunks, write_chunks_early
 from autopar.passes.chunks.early_gradients import early_gradients
 from autopar.passes.chunks.leave_out_logits import left_out, without_logits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, operands, tensors
+from autopar.core.ir.graph import TrainingGraph, operands, tensors
 from autopar.passes.chunks.early_gradients import EarlyGradients
 from autopar.passes.chunks.row_search import Region
 from autopar.passes.chunks.rows import Rows, sliced_arguments

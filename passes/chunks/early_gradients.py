@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.graph import operands, tensors
-from autopar.ir.placement import Partial
+from autopar.core.ir.graph import operands, tensors
+from autopar.core.ir.placement import Partial
 from autopar.passes.chunks.row_search import Region
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.core.node_builder import aten

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.common.notices import BorderNote
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Output, OutputRole, Tangent
+from autopar.core.common.notices import BorderNote
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import Output, OutputRole, Tangent
 from autopar.passes.chunks.row_search import HEADS
 from autopar.passes.core.pass_base import Pass, PassResult
 

@@ -10,9 +10,9 @@ from operator import getitem
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, operands, render_node, tensors
-from autopar.ir.mesh_levels import axis_of_level
-from autopar.operators.experts import expert_mm
+from autopar.core.ir.graph import TrainingGraph, operands, render_node, tensors
+from autopar.core.ir.mesh_levels import axis_of_level
+from autopar.core.operators.experts import expert_mm
 from autopar.passes.chunks.rows import Carriage, Carried, Rows, candidates, rows_through
 from autopar.passes.core.collective_ops import STARTS, axis_of, is_name
 from autopar.passes.core.node_builder import ancestors, aten, is_random, is_view

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensor_bytes, tensors
+from autopar.core.plan.buckets import Buckets, Group
 from autopar.passes.core.collective_ops import (
     annotate,
     axis_of,
@@ -26,7 +27,6 @@ from autopar.passes.core.collective_ops import (
     wait_of,
 )
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.buckets import Buckets, Group
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
 from autopar.passes.communication.bucket_collectives import merge_collectives
 from autopar.passes.core.collective_ops import axis_of, op_of, results_of, starts
 from autopar.passes.core.node_builder import aten, is_view

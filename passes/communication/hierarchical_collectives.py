@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
-from autopar.ir.placement import Partial, Placement, Replicate, Shard, Varying
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.mesh_levels import INTER_NODE, INTRA_NODE, Levels, level
+from autopar.core.ir.placement import Partial, Placement, Replicate, Shard, Varying
 from autopar.passes.communication.lower_functional import Rewriter
 from autopar.passes.core.collective_ops import (
     annotate,

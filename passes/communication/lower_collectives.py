@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.core.ir.mesh_levels import axis_of_level, coordinate_on
 from autopar.errors import StrategyError
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
-from autopar.ir.mesh_levels import axis_of_level, coordinate_on
 from autopar.passes.communication.lower_functional import Lowering
 from autopar.passes.communication.lower_gloo import GlooLowering
 from autopar.passes.core.collective_ops import axis_of, kind_of, starts

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Placement, Varying
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import Placement, Varying
 from autopar.passes.core.collective_ops import (
     axis_of,
     is_uneven,

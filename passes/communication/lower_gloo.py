@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from autopar.cost_model.algorithms.gloo_chunks import gloo_chunks
-from autopar.ir.graph import tensors
+from autopar.core.gloo_chunks import gloo_chunks
+from autopar.core.ir.graph import tensors
 from autopar.passes.communication.lower_functional import Begun, Lowering, c10d
 from autopar.passes.core.collective_ops import is_uneven
 from autopar.passes.core.node_builder import aten

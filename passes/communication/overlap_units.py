@@ -23,7 +23,7 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 from autopar.passes.core.collective_ops import STARTS, results_of, start_all_gather, wait, wait_of
 from autopar.passes.core.node_builder import ancestors
 

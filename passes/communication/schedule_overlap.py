@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.overlap import Overlap
 from autopar.passes.communication.overlap_units import AT_MARK, Half, Unit, halves, sink_waits
 from autopar.passes.core.collective_ops import starts
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.overlap import Overlap
 
 
 @dataclass(frozen=True)

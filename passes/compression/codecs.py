@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.plan.compression import Compression
+from autopar.core.plan.compression import Compression
 
 ROW = 2**16
 """Greatest number of elements in a row of top-k: their indices fit in two bytes."""

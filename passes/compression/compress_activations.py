@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import OutputRole, StageInput, StageOutput
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import OutputRole, StageInput, StageOutput
+from autopar.core.plan.compression import Compression
 from autopar.passes.compression.codecs import NARROW
 from autopar.passes.core.collective_ops import axis_of, op_of, results_of, starts, wait_of
 from autopar.passes.core.node_builder import aten, call, value
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.compression import Compression
 
 WIDTH = 16
 """Least size of the last dim to cast; narrower tensors are statistics, such as softmax sums."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.core.plan.buckets import Group
+from autopar.core.plan.compression import Compression
 from autopar.passes.compression.codecs import Codec, codec
 from autopar.passes.compression.compressed_reduce import filled
 from autopar.passes.core.collective_ops import (
@@ -26,8 +28,6 @@ from autopar.passes.core.collective_ops import (
 )
 from autopar.passes.core.node_builder import inline
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.buckets import Group
-from autopar.plan.compression import Compression
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
-from autopar.ir.mesh_levels import INTRA_NODE, Levels, coordinate_on
-from autopar.ir.roles import OutputRole
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.core.ir.mesh_levels import INTRA_NODE, Levels, coordinate_on
+from autopar.core.ir.roles import OutputRole
+from autopar.core.plan.buckets import Group
+from autopar.core.plan.compression import Compression
 from autopar.passes.compression.reduce_algorithms import REDUCE_ALGORITHMS
 from autopar.passes.core.collective_ops import axis_of, message_bytes, op_of, results_of, starts
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.buckets import Group
-from autopar.plan.compression import Compression
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
-from autopar.ir.placement import Partial, chunk_rows
-from autopar.ir.roles import OutputRole, State, Update
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
+from autopar.core.ir.placement import Partial, chunk_rows
+from autopar.core.ir.roles import OutputRole, State, Update
+from autopar.core.plan.compression import Compression
 from autopar.passes.core.collective_ops import (
     annotate,
     axis_of,
@@ -26,7 +27,6 @@ from autopar.passes.core.collective_ops import (
     start_reduce_scatter,
 )
 from autopar.passes.core.node_builder import add_input, fake_like, inline
-from autopar.plan.compression import Compression
 
 
 class CompressedReduce(ABC):

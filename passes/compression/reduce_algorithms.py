@@ -24,8 +24,9 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.placement import chunk_rows
-from autopar.ir.roles import State
+from autopar.core.ir.placement import chunk_rows
+from autopar.core.ir.roles import State
+from autopar.core.plan.compression import Compression
 from autopar.passes.compression.codecs import Codec, codec, random_places
 from autopar.passes.compression.compressed_reduce import CompressedReduce
 from autopar.passes.core.collective_ops import (
@@ -34,7 +35,6 @@ from autopar.passes.core.collective_ops import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from autopar.plan.compression import Compression
 
 
 class AllToAllReduce(CompressedReduce):

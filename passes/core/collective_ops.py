@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensor
+from autopar.core.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
 from autopar.errors import PassError
-from autopar.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
 from autopar.passes.core.node_builder import call
 
 WAIT_LOWERED = torch.ops._c10d_functional.wait_tensor.default

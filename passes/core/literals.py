@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from autopar.common.documents import Text
+from autopar.core.common.documents import Text
 from autopar.errors import PassError
 
 Constructors = Mapping[str, Callable[..., Any]]

@@ -18,9 +18,9 @@ from autopar._torch import (
     fake_result_cache,
     pytree,
 )
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Placement, Varying
-from autopar.ir.roles import InputRole, OutputRole
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import Placement, Varying
+from autopar.core.ir.roles import InputRole, OutputRole
 
 Target = Callable[..., Any]
 aten = torch.ops.aten

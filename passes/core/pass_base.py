@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.core.ir.graph import GraphProperty, TrainingGraph
 
 
 @dataclass(frozen=True)

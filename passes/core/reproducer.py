@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensor, FakeTensorMode, OpOverload
-from autopar.common.files import read_json
-from autopar.common.notices import NumericsNote
+from autopar.core.common.files import read_json
+from autopar.core.common.notices import NumericsNote
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
 from autopar.errors import PassError
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Partial, Replicate, Shard, UnevenRanks, Varying
 from autopar.passes.core.collective_ops import FUNCTIONS
 from autopar.passes.core.literals import Constructors, constructors_in, field_types, read, write
 from autopar.passes.core.pass_base import Pass

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.operators.routing import arriving_rows, row_counts
-from autopar.operators.row_copies import first_rows, passed_rows, sum_rows
+from autopar.core.operators.routing import arriving_rows, row_counts
+from autopar.core.operators.row_copies import first_rows, passed_rows, sum_rows
 
 _UNSIZED = (first_rows, passed_rows)
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from autopar.common.deadline import check_time
+from autopar.core.common.deadline import check_time
+from autopar.core.ir.graph import TrainingGraph
 from autopar.errors import AutoparError, BatchError, PassError, StrategyError
 from autopar.formatting import first_line
-from autopar.ir.graph import TrainingGraph
 from autopar.passes.core.pass_base import Pass, PassResult, describe, pass_name
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.reproducer import Reproducer, command, save

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Placement, Replicate, Shard
-from autopar.ir.roles import Gradient, Output, OutputRole, Tangent
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import Placement, Replicate, Shard
+from autopar.core.ir.roles import Gradient, Output, OutputRole, Tangent
 from autopar.passes.core.node_builder import storage_owner
 
 

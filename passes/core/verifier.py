@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from autopar.errors import PassError
-from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import (
+from autopar.core.ir.batch_slicing import BATCH
+from autopar.core.ir.graph import (
     GraphProperty,
     TrainingGraph,
     has_batch_dim,
@@ -16,9 +15,10 @@ from autopar.ir.graph import (
     source_line,
     tensors,
 )
-from autopar.ir.mesh_levels import axis_of_level
-from autopar.ir.placement import Partial, Replicate, Shard, Varying
-from autopar.ir.roles import Gradient, Output, Parameter
+from autopar.core.ir.mesh_levels import axis_of_level
+from autopar.core.ir.placement import Partial, Replicate, Shard, Varying
+from autopar.core.ir.roles import Gradient, Output, Parameter
+from autopar.errors import PassError
 from autopar.passes.core.collective_ops import (
     WAIT_LOWERED,
     axis_of,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.core.ir.batch_slicing import BATCH
+from autopar.core.ir.graph import GraphProperty, TrainingGraph
 from autopar.passes.core.collective_ops import (
     axis_of,
     start_all_gather,

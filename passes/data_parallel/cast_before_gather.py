@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.graph import TrainingGraph, tensors
 from autopar.passes.core.collective_ops import (
     annotate,
     collective,

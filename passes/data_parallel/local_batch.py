@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.common.notices import NumericsNote
-from autopar.ir.batch_slicing import BATCH, BatchSlices
-from autopar.ir.graph import TrainingGraph, elements, tensors
-from autopar.ir.placement import Partial, Replicate, Varying
-from autopar.ir.roles import (
+from autopar.core.common.notices import NumericsNote
+from autopar.core.ir.batch_slicing import BATCH, BatchSlices
+from autopar.core.ir.graph import TrainingGraph, elements, tensors
+from autopar.core.ir.placement import Partial, Replicate, Varying
+from autopar.core.ir.roles import (
     BatchFraction,
     Gradient,
     Input,

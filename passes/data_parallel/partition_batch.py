@@ -13,13 +13,11 @@ from operator import getitem
 import torch
 from torch import fx
 
-from autopar.common.notices import BorderNote, NumericsNote
-from autopar.errors import BatchError
-from autopar.formatting import human_bytes
-from autopar.ir.batch_slicing import BATCH, BatchSlices
-from autopar.ir.graph import TrainingGraph, Value, dense_strides, elements, source_line
-from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, Varying
-from autopar.ir.roles import (
+from autopar.core.common.notices import BorderNote, NumericsNote
+from autopar.core.ir.batch_slicing import BATCH, BatchSlices
+from autopar.core.ir.graph import TrainingGraph, Value, dense_strides, elements, source_line
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, Varying
+from autopar.core.ir.roles import (
     BatchFraction,
     BatchIndex,
     Gradient,
@@ -31,6 +29,8 @@ from autopar.ir.roles import (
     Tangent,
     Update,
 )
+from autopar.errors import BatchError
+from autopar.formatting import human_bytes
 from autopar.passes.core.collective_ops import (
     STARTS,
     is_name,

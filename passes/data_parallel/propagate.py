@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.batch_slicing import BatchSlices
-from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensor_bytes
-from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard
-from autopar.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
+from autopar.core.ir.batch_slicing import BatchSlices
+from autopar.core.ir.graph import TrainingGraph, Value, elements, operands, tensor_bytes
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard
+from autopar.core.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
 from autopar.passes.core.collective_ops import is_name, value_of
 from autopar.passes.data_parallel.redistribute import moves
 from autopar.passes.data_parallel.strategy_choice import OperatorReads, StrategyChooser

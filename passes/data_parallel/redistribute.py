@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
-from autopar.ir.batch_slicing import BATCH, BatchSlices
-from autopar.ir.graph import tensors
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.core.ir.batch_slicing import BATCH, BatchSlices
+from autopar.core.ir.graph import tensors
+from autopar.core.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
 from autopar.passes.core.node_builder import aten
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
-from autopar.ir.placement import Replicate, Shard, chunk_rows
-from autopar.ir.roles import Parameter
+from autopar.core.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
+from autopar.core.ir.placement import Replicate, Shard, chunk_rows
+from autopar.core.ir.roles import Parameter
 from autopar.passes.core.collective_ops import (
     annotate,
     collective,

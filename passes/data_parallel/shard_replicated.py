@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import chunk_of
-from autopar.ir.roles import Gradient, OutputRole, Parameter
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import chunk_of
+from autopar.core.ir.roles import Gradient, OutputRole, Parameter
 from autopar.passes.core.collective_ops import (
     annotate,
     axis_of,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.cost_model.kernels.signature import describe_argument, moved_bytes
-from autopar.ir.batch_slicing import BatchSlices
-from autopar.ir.graph import Value, elements, operands
-from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard
+from autopar.core.ir.batch_slicing import BatchSlices
+from autopar.core.ir.graph import Value, elements, operands
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard
+from autopar.core.ir.signature import describe_argument, moved_bytes
 from autopar.passes.core.node_builder import is_view
 from autopar.passes.data_parallel.redistribute import (
     BYTES_PER_SENT_BYTE,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.common.notices import NumericsNote
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
-from autopar.ir.mesh_levels import INTER_NODE, coordinate_on, level
-from autopar.ir.placement import Partial, Placement, Replicate, Shard, chunk_rows
-from autopar.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
+from autopar.core.common.notices import NumericsNote
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.core.ir.mesh_levels import INTER_NODE, coordinate_on, level
+from autopar.core.ir.placement import Partial, Placement, Replicate, Shard, chunk_rows
+from autopar.core.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
 from autopar.passes.core.collective_ops import (
     annotate,
     collective,

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.ir.roles import Update
-from autopar.operators.attention import attention
-from autopar.operators.attention_blocks import attention_block
-from autopar.operators.experts import expert_mm
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.roles import Update
+from autopar.core.operators.attention import attention
+from autopar.core.operators.attention_blocks import attention_block
+from autopar.core.operators.experts import expert_mm
+from autopar.core.plan.recompute import ALL_LEVELS, LEVELS, Level
 from autopar.passes.core.collective_ops import STARTS, start_all_gather, wait
 from autopar.passes.core.node_builder import aten, is_random, is_view, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
-from autopar.plan.recompute import ALL_LEVELS, LEVELS, Level
 
 ATTENTION = frozenset(
     {

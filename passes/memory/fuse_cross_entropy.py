@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.graph import TrainingGraph, tensors
 from autopar.passes.core.node_builder import aten, call
 from autopar.passes.core.pass_base import Pass, PassResult
 

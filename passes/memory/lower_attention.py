@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Varying
-from autopar.operators.attention import attention, attention_backward
-from autopar.operators.kernels import (
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import Varying
+from autopar.core.operators.attention import attention, attention_backward
+from autopar.core.operators.kernels import (
     Kernels,
     Target,
     attention_arguments,

@@ -13,10 +13,10 @@ from typing import ClassVar
 from torch import fx
 
 from autopar._torch import OpOverload
-from autopar.cost_model.collectives import collective_of, is_wait
-from autopar.cost_model.kernels.aliases import extent_bytes, find_storages
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensors
-from autopar.operators.offload import offload, offloaded, prefetch, prefetched
+from autopar.core.ir.aliases import extent_bytes, find_storages
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensors
+from autopar.core.ir.messages import collective_of, is_wait
+from autopar.core.operators.offload import offload, offloaded, prefetch, prefetched
 from autopar.passes.core.node_builder import call, recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.core.routed_values import routed_values

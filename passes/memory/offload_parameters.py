@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from autopar.cost_model.kernels.aliases import find_storages
-from autopar.ir.graph import GraphProperty, TrainingGraph, tensor_bytes
-from autopar.ir.roles import Parameter
-from autopar.operators import parameters
-from autopar.operators.parameters import fetch, fetched
+from autopar.core.ir.aliases import find_storages
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensor_bytes
+from autopar.core.ir.roles import Parameter
+from autopar.core.operators import parameters
+from autopar.core.operators.parameters import fetch, fetched
 from autopar.passes.core.node_builder import recompute
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.memory.read_ahead import Group, Read, read_ahead

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Accumulated, Gradient, OutputRole, Parameter, UnreducedGrad
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import Accumulated, Gradient, OutputRole, Parameter, UnreducedGrad
 from autopar.passes.core.node_builder import add_input, aten, call
 
 

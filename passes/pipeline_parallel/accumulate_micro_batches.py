@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.core.ir.batch_slicing import BATCH
+from autopar.core.ir.graph import GraphProperty, TrainingGraph, has_batch_dim, source_line, tensors
+from autopar.core.ir.roles import BatchTotal, MicrobatchPartial
 from autopar.errors import CoupledRowsError
-from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import GraphProperty, TrainingGraph, has_batch_dim, source_line, tensors
-from autopar.ir.roles import BatchTotal, MicrobatchPartial
 from autopar.passes.core.collective_ops import (
     axis_of,
     op_of,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.core.ir.graph import GraphProperty, TrainingGraph
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.core.node_builder import aten
 from autopar.passes.core.pass_base import Pass, PassResult

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import InputRole, OutputRole, Saved, StageOutput
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import InputRole, OutputRole, Saved, StageOutput
 from autopar.passes.core.node_builder import ancestors, extract
 
 Results = dict[OutputRole, fx.Node | None]

@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import InputRole, OutputRole, Parameter, Saved, StageOutput, UnshardedParam
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import (
+    InputRole,
+    OutputRole,
+    Parameter,
+    Saved,
+    StageOutput,
+    UnshardedParam,
+)
 from autopar.passes.core.collective_ops import WAIT_LOWERED, is_lowered_start
 from autopar.passes.core.node_builder import ancestors, extract
 

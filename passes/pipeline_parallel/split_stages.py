@@ -14,9 +14,8 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, has_batch_dim, source_line, tensors
-from autopar.ir.roles import (
+from autopar.core.ir.graph import TrainingGraph, has_batch_dim, source_line, tensors
+from autopar.core.ir.roles import (
     BatchTotal,
     Gradient,
     Input,
@@ -30,6 +29,7 @@ from autopar.ir.roles import (
     Tangent,
     Update,
 )
+from autopar.errors import StrategyError
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.core.node_builder import aten, copy_nodes, dense_like
 from autopar.passes.pipeline_parallel.place_stages import backward_stage

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, has_batch_dim
-from autopar.ir.roles import BatchTotal, Parameter, StageInput
-from autopar.operators.attention import attention, attention_backward
-from autopar.operators.attention_blocks import BLOCKS
+from autopar.core.ir.graph import TrainingGraph, has_batch_dim
+from autopar.core.ir.roles import BatchTotal, Parameter, StageInput
+from autopar.core.operators.attention import attention, attention_backward
+from autopar.core.operators.attention_blocks import BLOCKS
 from autopar.passes.core.collective_ops import STARTS, wait
 from autopar.passes.core.node_builder import is_random
 

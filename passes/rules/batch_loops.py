@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Replicate
 from autopar.passes.core import node_builder
 from autopar.passes.rules.loops import Loop, Operator, overloads
 from autopar.passes.rules.lowerings.random import DRAW_EACH, DRAW_LIKE

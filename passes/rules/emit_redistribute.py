@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.ir.graph import tensors
+from autopar.core.ir.placement import Partial, Shard, chunk_of
 from autopar.errors import PassError
-from autopar.ir.graph import tensors
-from autopar.ir.placement import Partial, Shard, chunk_of
 from autopar.passes.core.collective_ops import (
     collective,
     start_all_gather,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload
-from autopar.ir.placement import OpStrategy, Placement, Shard, chunk_of
+from autopar.core.ir.placement import OpStrategy, Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import start_all_gather, start_reduce_scatter
 from autopar.passes.rules.loops import Operator, overloads
 

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from autopar._torch import OpOverload, pytree
-from autopar.ir.graph import elements
-from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, can_cut
+from autopar.core.ir.graph import elements
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Replicate, Shard, can_cut
 from autopar.passes.core.node_builder import value
 
 Reduced = Literal["sum", "max", "min"]

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, elements, operands, source_line
-from autopar.ir.roles import Parameter
+from autopar.core.ir.graph import TrainingGraph, elements, operands, source_line
+from autopar.core.ir.roles import Parameter
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.operators.views import factors, view
 from autopar.passes.rules.registry import is_supported, loops_of, rule_of

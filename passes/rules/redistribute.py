@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.ir.placement import Partial, Placement, Replicate, Routed, Shard
+from autopar.core.ir.placement import Partial, Placement, Replicate, Routed, Shard
 
 Kind = Literal[
     "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep_first", "route",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from autopar._torch import OpOverload
-from autopar.operators import attention as canonical
-from autopar.operators.attention_blocks import BLOCKS
-from autopar.operators.checked import checked
-from autopar.operators.ctc import ctc_nll, ctc_nll_backward
-from autopar.operators.experts import expert_mm, expert_outer
+from autopar.core.operators import attention as canonical
+from autopar.core.operators.attention_blocks import BLOCKS
+from autopar.core.operators.checked import checked
+from autopar.core.operators.ctc import ctc_nll, ctc_nll_backward
+from autopar.core.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.collectives import COLLECTIVE_RULES
 from autopar.passes.rules.loops import Loop, Operator, Rule, fills_dims, overloads
 from autopar.passes.rules.lowerings import experts

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, elements, operands, tensors
-from autopar.ir.mesh_levels import DATA_AXIS, axis_of_level
-from autopar.ir.placement import OpStrategy, Placement, Routed, Shard
-from autopar.operators.experts import expert_mm, expert_outer
+from autopar.core.ir.graph import TrainingGraph, elements, operands, tensors
+from autopar.core.ir.mesh_levels import DATA_AXIS, axis_of_level
+from autopar.core.ir.placement import OpStrategy, Placement, Routed, Shard
+from autopar.core.operators.experts import expert_mm, expert_outer
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.rules.loops import Operator, overloads
 

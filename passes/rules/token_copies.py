@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from autopar.ir.graph import tensors
-from autopar.ir.placement import Shard
+from autopar.core.ir.graph import tensors
+from autopar.core.ir.placement import Shard
 from autopar.passes.rules.routed_rows import Region
 
 aten = torch.ops.aten

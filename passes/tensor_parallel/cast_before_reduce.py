@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Gradient, Parameter
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import (
     annotate,
     axis_of,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.common.deadline import check_time
-from autopar.ir.graph import (
+from autopar.core.common.deadline import check_time
+from autopar.core.ir.graph import (
     GraphProperty,
     ParameterInfo,
     TrainingGraph,
@@ -26,8 +26,9 @@ from autopar.ir.graph import (
     operands,
     tensors,
 )
-from autopar.ir.placement import AxisShard, OpStrategy, Placement, Replicate, Routed, Shard
-from autopar.ir.roles import Gradient, InputRole, Output, OutputRole, Parameter
+from autopar.core.ir.placement import AxisShard, OpStrategy, Placement, Replicate, Routed, Shard
+from autopar.core.ir.roles import Gradient, InputRole, Output, OutputRole, Parameter
+from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.core.collective_ops import (
     is_name,
     start_all_reduce,
@@ -53,7 +54,6 @@ from autopar.passes.rules.proof.infer_batch_dims import (
 from autopar.passes.rules.redistribute import RedistributeStep
 from autopar.passes.rules.routed_rows import Region, is_routed, regions_of
 from autopar.passes.tensor_parallel.row_router import RowRouter
-from autopar.plan.partition import NodeStrategies
 
 WHOLE = Replicate()
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.partition import NodeStrategies
 
 
 def partition_in_order(

@@ -12,9 +12,9 @@ from operator import getitem
 
 from torch import fx
 
-from autopar.ir.graph import Value, elements, tensors
-from autopar.ir.placement import Placement, Routed, Shard, chunk_of
-from autopar.operators.routing import arriving_rows, route_rows, row_counts
+from autopar.core.ir.graph import Value, elements, tensors
+from autopar.core.ir.placement import Placement, Routed, Shard, chunk_of
+from autopar.core.operators.routing import arriving_rows, route_rows, row_counts
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_to_all
 from autopar.passes.core.node_builder import aten, call
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps

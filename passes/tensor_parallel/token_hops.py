@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from autopar.ir.graph import tensors
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
-from autopar.operators.routing import row_counts
-from autopar.operators.row_copies import (
+from autopar.core.ir.graph import tensors
+from autopar.core.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
+from autopar.core.operators.routing import row_counts
+from autopar.core.operators.row_copies import (
     distinct_rows,
     distinct_share,
     first_rows,

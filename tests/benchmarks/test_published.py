@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar.core.plan.plan import Plan
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
-from autopar.plan.plan import Plan
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from benchmarks.published.__main__ import choose
 from benchmarks.published.gpt import MasterAdamW, Sizes, make

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from autopar.checkpoints.folder import CheckpointFolder
+from autopar.train.checkpoints.folder import CheckpointFolder
 from benchmarks.trust.__main__ import main
 from benchmarks.trust.histories import run_history
 from benchmarks.trust.reading import read_broken

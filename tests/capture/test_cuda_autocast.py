@@ -15,7 +15,7 @@ import autopar
 from autopar.capture import cuda_autocast
 from autopar.capture.batch_slices import capture_of_rank
 from autopar.capture.cuda_autocast import autocast_for
-from autopar.driver.inspect import program_text
+from autopar.session.inspect import program_text
 from tests.harness.models import MODELS
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16

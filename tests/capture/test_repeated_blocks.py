@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from autopar.capture import repeated_blocks as repeats
 from autopar.capture import trace as capture
 from autopar.capture.batch_slices import capture_of_rank
-from autopar.common.deadline import Deadline, TimeIsOver, arm
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.core.common.deadline import Deadline, TimeIsOver, arm
+from autopar.core.ir.graph import TrainingGraph, tensors
 from tests.planner.blocks import GPTBlock, LlamaBlock, Stack
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.graph import TrainingGraph
-from autopar.operators.experts import expert_mm
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.operators.experts import expert_mm
 from autopar.passes.pipeline import build_pass_pipeline
 from tests.harness.architectures import EXPERTS, Double
 from tests.passes.parity import World, assert_parity

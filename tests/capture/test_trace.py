@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import Capture, capture
+from autopar.core.ir.graph import TrainingGraph, elements, source_line
+from autopar.core.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir.graph import TrainingGraph, elements, source_line
-from autopar.ir.roles import Buffer, Gradient, Input, Output, Parameter, Tangent, Update
 from tests.harness.models import MODELS
 from tests.passes.parity import CPU, World
 from tests.passes.simulated import run_ranks

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.roles import InputRole, OutputRole, Parameter
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.ir.roles import InputRole, OutputRole, Parameter
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -2,10 +2,10 @@
 
 import pytest
 
+from autopar.core.ir.roles import Input, Output
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer, permutation
 from autopar.cost_model.group_shape import GroupShape
-from autopar.ir.roles import Input, Output
 from tests.cost_model.sketch import Sketch, c10d
 
 BYTES = 480

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.common import notices
+from autopar.core.common import notices
+from autopar.core.ir.roles import Input, Output
 from autopar.cost_model.cluster.cluster import SCHEMA_VERSION, Cluster
 from autopar.cost_model.disk_cache import cache_file, read_cached, write_cached
 from autopar.cost_model.measurement import cluster_cache as kept
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.memory.workspace import Workspace
 from autopar.errors import MeasurementWarning
-from autopar.ir.roles import Input, Output
 from tests.cost_model.kernels.replaced import replaced
 from tests.cost_model.sketch import Sketch, aten
 
@@ -114,7 +114,7 @@ def test_a_file_of_another_user_is_not_called_damaged(
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("autopar.common.files.os.open", refuse)
+        patch.setattr("autopar.core.common.files.os.open", refuse)
         with pytest.warns(MeasurementWarning) as said:
             assert read_cached("clusters", FACTS, dict) is None
     path.unlink()

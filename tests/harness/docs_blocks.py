@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar import cli
+from autopar.cli.main import main as run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -139,7 +139,7 @@ def run_here(document: Path, folder: Path) -> None:
                 command, fails, _ = line.partition("||")
                 program, *arguments = shlex.split(command)
                 assert program == "autopar", f"{document.name}:{block.line}: mark it as slow"
-                status = cli.main(arguments)
+                status = run_command(arguments)
                 assert bool(status) == bool(fails), f"{line}: exit status {status}"
 
 

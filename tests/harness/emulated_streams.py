@@ -26,10 +26,10 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.common.block_storage import round_up
-from autopar.offload import state_transfers
-from autopar.operators import host_copies, offload, parameters
-from autopar.operators.host_copies import HostCopies
+from autopar.core.common.block_storage import round_up
+from autopar.core.operators import host_copies, offload, parameters
+from autopar.core.operators.host_copies import HostCopies
+from autopar.train.offload import state_transfers
 
 KERNELS: dict[Any, Callable[..., Tensor]] = {
     offload.offload: offload._offload,

@@ -369,7 +369,7 @@ def _fresh_state() -> None:
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
     random.seed(0)
-    if notices := sys.modules.get("autopar.common.notices"):
+    if notices := sys.modules.get("autopar.core.common.notices"):
         notices.ISSUED.clear()
 
 

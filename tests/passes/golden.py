@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import (
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import (
     BatchFraction,
     Buffer,
     Input,

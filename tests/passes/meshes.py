@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.capture.call import BatchShard, batch_shard_of, flattened
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import Shard
-from autopar.ir.roles import (
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.ir.placement import Shard
+from autopar.core.ir.roles import (
     Accumulated,
     BatchFraction,
     BatchIndex,
@@ -34,6 +34,9 @@ from autopar.ir.roles import (
     UnshardedParam,
     Update,
 )
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import NodeStrategies, rows_of
+from autopar.core.plan.plan import Plan
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
@@ -42,9 +45,6 @@ from autopar.passes.rules.proof.oracle import shard_tensor
 from autopar.passes.split_forward_backward import Split, split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
 from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
-from autopar.plan.layout import Layout
-from autopar.plan.partition import NodeStrategies, rows_of
-from autopar.plan.plan import Plan
 from autopar.runtime.codegen.program import with_axes
 from tests.harness.reference import relative_error
 from tests.passes.simulated import Results, chunks, run_ranks

@@ -13,9 +13,9 @@ from autopar.capture.batch_slices import capture_slice
 from autopar.capture.call import BatchShard, Call, batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import Capture, capture
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Shard
-from autopar.ir.roles import (
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import Shard
+from autopar.core.ir.roles import (
     BatchFraction,
     BatchIndex,
     Buffer,
@@ -28,11 +28,11 @@ from autopar.ir.roles import (
     Tangent,
     Update,
 )
+from autopar.core.plan.plan import Plan
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.plan import Plan
 from tests.harness.models import Batch
 from tests.harness.reference import relative_error, snapshot
 from tests.passes.simulated import Results, Values, chunks, run_ranks

@@ -10,15 +10,15 @@ from torch.utils import _pytree as pytree
 from autopar.capture.call import batch_shard_of
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.trace import capture
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Placement, Replicate
-from autopar.ir.roles import Buffer, Input, InputRole, Output, OutputRole, Parameter
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import Placement, Replicate
+from autopar.core.ir.roles import Buffer, Input, InputRole, Output, OutputRole, Parameter
+from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.rules.proof.oracle import shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.partition import NodeStrategies
 
 AXIS = "tp"
 WHOLE = Replicate()

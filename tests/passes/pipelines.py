@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.batch_slices import capture_slice
-from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import (
+from autopar.core.ir.batch_slicing import BATCH
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import (
     BatchTotal,
     Gradient,
     InputRole,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.mesh_levels import DATA_AXIS, mesh_of
-from autopar.ir.placement import Replicate, chunk_rows
-from autopar.ir.roles import InputRole, OutputRole
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.mesh_levels import DATA_AXIS, mesh_of
+from autopar.core.ir.placement import Replicate, chunk_rows
+from autopar.core.ir.roles import InputRole, OutputRole
 from autopar.passes.core import collective_ops as abstract
 from autopar.passes.core.node_builder import is_view
 from autopar.passes.core.routed_values import sends_routed_rows

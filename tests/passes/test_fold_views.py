@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.ir.roles import Gradient, Output
+from autopar.core.ir.roles import Gradient, Output
 from autopar.passes.core.node_builder import aten
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.batch_slices import capture_of_rank
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient
 from autopar.passes.split_forward_backward import split_forward_backward
 
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient, Input, Output, Parameter, Tangent
+from autopar.core.plan.buckets import Buckets
 from autopar.errors import PassError
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, Input, Output, Parameter, Tangent
 from autopar.passes.core.pass_base import PassResult
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.buckets import Buckets
 from tests.harness.models import MODELS
 from tests.harness.reference import relative_error, to_dtype
 from tests.passes.golden import TwoLayers, two_layers

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from autopar.core.ir.graph import TrainingGraph
 from autopar.errors import PassError, StrategyError
-from autopar.ir.graph import TrainingGraph
 from autopar.passes import register_pass
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.core.runner import apply_pass, run_passes

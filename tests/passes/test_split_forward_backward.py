@@ -4,7 +4,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from autopar.ir.roles import (
+from autopar.core.ir.roles import (
     Accumulated,
     Gradient,
     InputRole,

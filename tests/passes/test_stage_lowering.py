@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, Parameter, UnshardedParam
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient, Parameter, UnshardedParam
+from autopar.core.plan.buckets import Buckets
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.runner import run_passes
@@ -14,7 +15,6 @@ from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import export_gathered, import_gathered
-from autopar.plan.buckets import Buckets
 from tests.passes.golden import TwoLayers, order, two_layers
 from tests.passes.parity import AXIS, World
 from tests.passes.simulated import run_ranks

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture.batch_slices import capture_of_rank
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 
 
 class GPTBlock(nn.Module):

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import Shard
+from autopar.core.ir.roles import Parameter
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.cost_model.memory.liveness import Overhead
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Shard
-from autopar.ir.roles import Parameter
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
 from autopar.passes.rules.redistribute import redistribute_steps

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.strategy import Strategy
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.strategy import Strategy
 from autopar.planner.problem import Baseline, SearchContext
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.core.ir.placement import Shard
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.ir.placement import Shard
 
 WIDTH, ROWS = 256, 64
 

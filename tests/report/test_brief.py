@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from autopar.plan.prediction import Prediction
-from autopar.plan.search_outcome import SearchOutcome
-from autopar.plan.strategy import Strategy
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.strategy import Strategy
 from autopar.report.brief import WIDTH, brief, coloured
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from autopar.ir.placement import Shard
-from autopar.plan.buckets import Buckets
-from autopar.plan.compression import Compressions
-from autopar.plan.partition import Partition
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.strategy import Strategy
+from autopar.core.ir.placement import Shard
+from autopar.core.plan.buckets import Buckets
+from autopar.core.plan.compression import Compressions
+from autopar.core.plan.partition import Partition
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.strategy import Strategy
 from tests.planner.problems import problem_of
 
 PLAN = problem_of(nn.Linear(2, 2), Strategy()).base()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.plan.prediction import Prediction
+from autopar.core.plan.prediction import Prediction
 from autopar.report.error_bars import (
     MEMORY,
     STEPS,

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.report.precision import precision_line
 from tests.planner.problems import problem_of
 

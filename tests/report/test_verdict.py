@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction, RunnerUp
-from autopar.plan.search_outcome import SearchOutcome
-from autopar.plan.strategy import UNUSED, Strategy
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction, RunnerUp
+from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.strategy import UNUSED, Strategy
 from autopar.report.brief import brief, figures
 from autopar.report.html.summary import summary
 from autopar.report.verdict import verdict_lines

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar._torch import forget_code_with
-from autopar.common import notices
+from autopar.core.common import notices
 from autopar.errors import DisagreementError, StrategyError
 from autopar.planner.placement import unmeasured
 from autopar.runtime.context import MANY_SHAPES

@@ -16,8 +16,8 @@ from torch import nn
 
 import autopar
 from autopar.capture.model_info import device_of
-from autopar.commands.script import default_processes
-from autopar.common.groups import backend_of
+from autopar.cli.script import default_processes
+from autopar.core.common.groups import backend_of
 from autopar.errors import CommunicationError, StrategyError
 from autopar.runtime.start import RankDevice, check_ranks, ensure_process_group
 from tests.harness.worlds import Raised, run
@@ -79,7 +79,7 @@ def started_late(rank: int, world_size: int, timeout_s: float) -> str:
     if rank == 1:
         time.sleep(2.5)
     said = io.StringIO()
-    with mock.patch("autopar.waiting.TELL_S", 0.3), contextlib.redirect_stderr(said):
+    with mock.patch("autopar.core.waiting.TELL_S", 0.3), contextlib.redirect_stderr(said):
         try:
             autopar.compile(nn.Linear(2, 2), strategy="ddp", timeout_s=timeout_s)
         except CommunicationError as error:

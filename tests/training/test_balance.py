@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import autopar
-from autopar.driver import balance
-from autopar.driver.balance import speeds_of
-from autopar.ir.placement import proportional_rows
+from autopar.core.ir.placement import proportional_rows
 from autopar.runtime.module import DistributedModule
+from autopar.session import balance
+from autopar.session.balance import speeds_of
 from tests.harness.worlds import Raised, run
 
 ROWS, STEPS = 7, 3

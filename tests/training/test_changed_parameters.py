@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import Strategy
-from autopar.plan.layout import Layout
+from autopar.core.plan.layout import Layout
 from tests.harness.model_parts import generator
 from tests.harness.models import Case
 from tests.harness.reference import Reference, batches, reference, train_steps

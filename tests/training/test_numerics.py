@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.driver.inspect import program_text
+from autopar.session.inspect import program_text
 from tests.harness.models import MODELS
 from tests.harness.reference import relative_error, to_dtype
 from tests.harness.training import SGD, Pair, close, fixed, whole_state

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.ir.placement import Replicate, Shard
+from autopar.core.ir.placement import Replicate, Shard
 from autopar.passes.rules.lowerings.ring_attention import RING
 from tests.harness.models import MODELS
 from tests.harness.reference import Reference, batches, to_dtype, train_steps

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.driver.live import LivePlanner
-from autopar.ir.placement import Shard
-from autopar.verification.deviation import Verification
+from autopar.core.ir.placement import Shard
+from autopar.session.live import LivePlanner
+from autopar.train.verification.deviation import Verification
 from benchmarks.memory import ProfilerCounter
 from tests.harness.models import GPT, MODELS, Batch
 from tests.harness.reference import batches

@@ -47,9 +47,9 @@ from autopar.capture.state.hidden_parts import HiddenParts
 from autopar.capture.state.python_backward import BackwardReads
 from autopar.capture.state.torch_flags import torch_flags
 from autopar.capture.state.variables import Variable
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.graph import ParameterInfo
 from autopar.errors import AutoparWarning, CaptureError, PlanError, StrategyError
-from autopar.ir.graph import ParameterInfo
 
 MANY_STATES = 8
 """Captured states after which a warning names the attributes that keep changing."""

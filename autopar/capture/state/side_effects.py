@@ -25,8 +25,8 @@ from autopar.capture.state.contents import (
 )
 from autopar.capture.state.effects import Effects, can_lift
 from autopar.capture.state.hidden_parts import HiddenParts
+from autopar.core.ir.graph import source_text
 from autopar.errors import CaptureError
-from autopar.ir.graph import source_text
 
 ADVICE = (
     "A graph would do that once, not at every call. Keep what changes in a buffer "

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.core.ir.graph import ParameterInfo
 from autopar.errors import CaptureError
-from autopar.ir.graph import ParameterInfo
 
 _GRAD, _REQUIRES_GRAD, _IS_LEAF = Tensor.grad, Tensor.requires_grad, Tensor.is_leaf
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.core.operators.checked import checked
 from autopar.errors import CaptureError
-from autopar.operators.checked import checked
 
 _ASKS = ("TO_BOOL", "COMPARE_OP")
 """Operations that ask for a truth value before a jump, from Python 3.13 on."""

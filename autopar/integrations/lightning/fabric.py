@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from autopar.api import compile
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import StrategyError
 from autopar.integrations.lightning.ranks import (
@@ -31,8 +33,6 @@ from autopar.integrations.optimizers import (
     order_of,
 )
 from autopar.integrations.rows import gather_results
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import is_remote
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from autopar._torch import pytree
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import AutoparWarning, CaptureError, StrategyError
 from autopar.integrations.lightning.module import MetricAt, MetricResult, Record, Step
 from autopar.integrations.lightning.run import Run

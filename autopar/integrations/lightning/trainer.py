@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autopar.api import compile
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparWarning
 from autopar.integrations.lightning.module import route_steps
@@ -33,8 +35,6 @@ from autopar.integrations.optimizers import (
     numbered_state,
     order_of,
 )
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.runtime.module import DistributedModule
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.plan.buckets import BUCKET_BYTES, Buckets
+from autopar.core.plan.compression import Compression, Compressions
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.recompute import Level
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.memory.growth import Parts
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.plan.buckets import BUCKET_BYTES, Buckets
-from autopar.plan.compression import Compression, Compressions
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.recompute import Level
-from autopar.plan.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from itertools import accumulate
 
 from torch import fx
 
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.messages import collective_of
+from autopar.core.ir.roles import Gradient, Parameter
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.pipeline_parallel.stage_dependence import (
     LAYOUT_OPS,
     ParameterUse,

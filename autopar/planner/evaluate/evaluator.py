@@ -7,21 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.core.exposure import by_cause, worst
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import MOST_EXPOSED, Prediction
 from autopar.cost_model.algorithms.wire_bytes import node_bytes, sent_bytes
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.host_memory import HostMemory
-from autopar.cost_model.simulator.exposure import by_cause, worst
 from autopar.cost_model.simulator.step import half_seconds
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import MOST_EXPOSED, Prediction
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.report_data import report_data_of
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache, timeline_events

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction, Work
+from autopar.core.plan.recompute import Level
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.growth import Bytes, MoreBlocks, grown_parts
 from autopar.cost_model.memory.liveness import CATEGORIES
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction, Work
-from autopar.plan.recompute import Level
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.setup import EvaluationSetup

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable, Mapping
 from math import prod
 
+from autopar.core.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
+from autopar.core.plan.compression import Compression
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import MESH, Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
-from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
 from autopar.passes.communication.hierarchical_collectives import PARTS
 from autopar.passes.communication.lower_collectives import emitted
 from autopar.passes.compression.reduce_algorithms import messages_of_sum
-from autopar.plan.compression import Compression
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import MESH, Strategy
 from autopar.planner.machine import Machine
 
 ALWAYS_FROM = 256 * 2**10

@@ -17,15 +17,16 @@ from itertools import accumulate, chain, pairwise
 
 from torch import fx
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import collective_of, is_wait
+from autopar.core.plan.overlap import Overlap
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.simulator.streams import Clock, Flight
-from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.overlap_units import AT_MARK, Half, Unit, halves, sink_waits
 from autopar.passes.communication.schedule_overlap import stage_of
 from autopar.passes.core.collective_ops import STARTS, message_bytes, start_reduce_scatter, wait
-from autopar.plan.overlap import Overlap
 
 MARGIN = 0.5
 """Safety margin of a gather's arrival for estimation errors, as a fraction of its time."""

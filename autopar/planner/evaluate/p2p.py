@@ -8,16 +8,16 @@ from functools import cache
 from itertools import product
 from math import prod
 
+from autopar.core.ir.graph import tensor_bytes, tensors
+from autopar.core.ir.roles import Gradient, MicrobatchPartial, Parameter
+from autopar.core.plan.pipeline import Pipeline
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.simulator.pipeline import PipelineSimulation
 from autopar.cost_model.simulator.streams import Event
-from autopar.ir.graph import tensor_bytes, tensors
-from autopar.ir.roles import Gradient, MicrobatchPartial, Parameter
 from autopar.passes.pipeline_parallel.split_stages import PipelineStages
-from autopar.plan.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,21 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.cost_model.algorithms.wire_bytes import sent_bytes
-from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.cost import Cost
-from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost, simulate_pipeline
-from autopar.cost_model.simulator.schedules import (
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.buckets import Buckets
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
+from autopar.core.schedules import (
     SPLIT_SCHEDULES,
     Orders,
     orders,
     split_orders,
 )
+from autopar.cost_model.algorithms.wire_bytes import sent_bytes
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.cost import Cost
+from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost, simulate_pipeline
 from autopar.cost_model.simulator.step import half_seconds
-from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
@@ -34,9 +37,6 @@ from autopar.passes.stage_lowering import (
     lower_stage,
     split_plan_stages,
 )
-from autopar.plan.buckets import Buckets
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost, add_step_boundaries

@@ -9,22 +9,22 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.core.exposure import by_cause, worst
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.roles import StageOutput
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import MOST_EXPOSED, Prediction, StagePrediction
+from autopar.core.plan.report_data import ReportData, StageProgram, TimelineEvent
+from autopar.core.schedules import Orders, in_flight
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.memory.host_memory import HostMemory
-from autopar.cost_model.simulator.exposure import by_cause, worst
 from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost
 from autopar.cost_model.simulator.pipeline_transfers import inputs_ahead, with_transfers
-from autopar.cost_model.simulator.schedules import Orders, in_flight
 from autopar.cost_model.simulator.step import Simulation
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.ir.roles import StageOutput
 from autopar.passes.stage_lowering import MicrobatchPrograms
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import MOST_EXPOSED, Prediction, StagePrediction
-from autopar.plan.report_data import ReportData, StageProgram, TimelineEvent
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.evaluate.report_data import (
     sample_memory,

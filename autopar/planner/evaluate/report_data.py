@@ -12,17 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost_model.cluster.cluster import Cluster
-from autopar.cost_model.collectives import Transfer, collective_of, is_wait, issuer
-from autopar.cost_model.cost import Cost
-from autopar.cost_model.curves.measured_curve import CurveKey
-from autopar.cost_model.memory.liveness import CATEGORIES
-from autopar.cost_model.simulator.step import Simulation
-from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import StageOutput
-from autopar.passes.core.node_builder import ancestors
-from autopar.plan.report_data import (
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.messages import collective_of, is_wait, issuer
+from autopar.core.ir.roles import StageOutput
+from autopar.core.plan.report_data import (
     MOST_POINTS,
     CollectiveCall,
     ReportData,
@@ -30,6 +23,14 @@ from autopar.plan.report_data import (
     StageProgram,
     Traffic,
 )
+from autopar.cost_model.cluster.cluster import Cluster
+from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.cost import Cost
+from autopar.cost_model.curves.measured_curve import CurveKey
+from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.cost_model.simulator.step import Simulation
+from autopar.cost_model.simulator.streams import COMPUTE, Event
+from autopar.passes.core.node_builder import ancestors
 from autopar.planner.evaluate.setup import timeline_events
 
 _SHAPES = 4  # maximum number of shapes named of a node

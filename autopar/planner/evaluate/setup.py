@@ -6,6 +6,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.ir.messages import FROM_HOST, TO_HOST, WRITE
+from autopar.core.ir.placement import Placement, Replicate, Shard, shard_dim
+from autopar.core.plan.compression import Compressions
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.overlap import Overlap
+from autopar.core.plan.partition import NodeStrategies
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.report_data import TimelineEvent
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import Cost
 from autopar.cost_model.measurement.operator_times import OperatorTimes
@@ -13,20 +23,11 @@ from autopar.cost_model.measurement.optimizer_step import UpdateCost
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.step import Simulation, simulate
 from autopar.cost_model.simulator.streams import Event
-from autopar.cost_model.storage import FROM_HOST, TO_HOST, UNMEASURED, WRITE
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.placement import Placement, Replicate, Shard, shard_dim
+from autopar.cost_model.storage import UNMEASURED
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.shard_parameters import is_sharded
-from autopar.plan.compression import Compressions
-from autopar.plan.layout import Layout
-from autopar.plan.overlap import Overlap
-from autopar.plan.partition import NodeStrategies
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.report_data import TimelineEvent
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.overlap_scheduler import schedule
 from autopar.planner.evaluate.zero_shards import shard_replicated

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost_model.kernels.signature import type_text
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, Parameter
-from autopar.plan.plan import Plan
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient, Parameter
+from autopar.core.ir.signature import type_text
+from autopar.core.plan.plan import Plan
 
 
 def equal_stages(graphs: Sequence[TrainingGraph], plan: Plan) -> tuple[int, ...]:

@@ -9,14 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.kernels.aliases import find_storages
-from autopar.cost_model.memory.growth import Bytes, Parts, parts_of_step
-from autopar.cost_model.memory.liveness import CATEGORIES
-from autopar.cost_model.simulator.pipeline_transfers import Input
-from autopar.cost_model.simulator.schedules import ENDS, Action
-from autopar.cost_model.simulator.step import Simulation
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.ir.roles import (
+from autopar.core.ir.aliases import find_storages
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.roles import (
     Accumulated,
     Gradient,
     Parameter,
@@ -25,6 +20,11 @@ from autopar.ir.roles import (
     StageOutput,
     UnreducedGrad,
 )
+from autopar.core.schedules import ENDS, Action
+from autopar.cost_model.memory.growth import Bytes, Parts, parts_of_step
+from autopar.cost_model.memory.liveness import CATEGORIES
+from autopar.cost_model.simulator.pipeline_transfers import Input
+from autopar.cost_model.simulator.step import Simulation
 
 _ROW = {name: row for row, name in enumerate(CATEGORIES)}
 _SAVED, _GRADIENTS, _FLYING = _ROW["saved"], _ROW["gradients"], _ROW["in flight"]

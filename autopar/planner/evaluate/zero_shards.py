@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import Placement, Replicate, Shard, can_cut, shard_dim
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.placement import Placement, Replicate, Shard, can_cut, shard_dim
+from autopar.core.plan.partition import REPLICATED_OVER, Partition
 from autopar.passes.rules.local_args import local_shape
-from autopar.plan.partition import REPLICATED_OVER, Partition
 
 
 def shard_replicated(

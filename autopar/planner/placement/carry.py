@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, elements
-from autopar.ir.placement import OpStrategy, Placement, Shard
+from autopar.core.ir.graph import TrainingGraph, elements
+from autopar.core.ir.placement import OpStrategy, Placement, Shard
+from autopar.core.plan.partition import NodeStrategies, rows_of
 from autopar.passes.rules.loops import Operator
-from autopar.plan.partition import NodeStrategies, rows_of
 from autopar.planner.placement.repeated_nodes import repeated
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.placement import Placement, Replicate, Shard, can_cut
 from autopar.errors import StrategyError
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import Placement, Replicate, Shard, can_cut
 
 
 def resolve_constraints(

@@ -10,24 +10,24 @@ import torch
 from torch import fx
 
 from autopar._torch import OpOverload, pytree
+from autopar.core.ir.aliases import is_view
+from autopar.core.ir.graph import Value, dense_strides, elements, tensor_bytes, tensors
+from autopar.core.ir.placement import OpStrategy, Placement, Shard
+from autopar.core.ir.signature import moved_bytes, signature
+from autopar.core.operators.attention_blocks import BLOCKS
+from autopar.core.plan.buckets import BUCKET_BYTES
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.collectives import permutation
 from autopar.cost_model.cost import ZERO_COST, Cost
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.kernels.aliases import is_view
-from autopar.cost_model.kernels.signature import moved_bytes, signature
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.optimizer_step import UpdateCost
-from autopar.ir.graph import Value, dense_strides, elements, tensor_bytes, tensors
-from autopar.ir.placement import OpStrategy, Placement, Shard
-from autopar.operators.attention_blocks import BLOCKS
 from autopar.passes.core.collective_ops import STARTS, axis_of, kind_of, message_bytes, wait
 from autopar.passes.rules.local_args import local_arguments, local_bytes, local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
 from autopar.passes.rules.redistribute import RedistributeStep, redistribute_steps
-from autopar.plan.buckets import BUCKET_BYTES
 from autopar.planner.placement.dispatch import Dispatch, sending
 
 _LEAST_BYTES = 2**20

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from autopar.core.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
+from autopar.core.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
+from autopar.core.ir.placement import Routed
+from autopar.core.operators.row_copies import distinct_share
 from autopar.cost_model.cost import Cost
-from autopar.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
-from autopar.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
-from autopar.ir.placement import Routed
-from autopar.operators.row_copies import distinct_share
 from autopar.passes.rules.redistribute import ROUTES, RedistributeStep
 from autopar.passes.rules.routed_rows import AXIS, may_route, regions_of
 from autopar.passes.rules.token_copies import tokens_sent, whole_tokens

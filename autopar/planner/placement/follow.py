@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, Value, operands
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
+from autopar.core.ir.graph import TrainingGraph, Value, operands
+from autopar.core.ir.placement import OpStrategy, Placement, Replicate, Shard
+from autopar.core.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.passes.core.collective_ops import value_of
 from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps
-from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.planner.placement.redistributions import placement_read, readers
 from autopar.planner.placement.strategies import StrategyChoices, strategy_choices
 

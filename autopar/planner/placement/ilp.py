@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import fx
 
-from autopar.common.deadline import check_time, remaining_s
+from autopar.core.common.deadline import check_time, remaining_s
+from autopar.core.ir.graph import TrainingGraph, Value
+from autopar.core.ir.placement import OpStrategy, Placement, Replicate
 from autopar.errors import PlanError
-from autopar.ir.graph import TrainingGraph, Value
-from autopar.ir.placement import OpStrategy, Placement, Replicate
 from autopar.passes.core.untrained_outputs import returned_as
 from autopar.passes.rules.operators.attention import ties_backward
 from autopar.passes.rules.redistribute import redistribute_steps

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, Value, operands
-from autopar.ir.placement import OpStrategy, Placement, Replicate
-from autopar.ir.roles import Gradient, Parameter
+from autopar.core.ir.graph import TrainingGraph, Value, operands
+from autopar.core.ir.placement import OpStrategy, Placement, Replicate
+from autopar.core.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import is_name, value_of
 from autopar.passes.core.untrained_outputs import returned_as, untrained_outputs
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Placement
-from autopar.ir.roles import Parameter
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import Placement
+from autopar.core.ir.roles import Parameter
 
 Likeness = tuple[Any, ...]
 

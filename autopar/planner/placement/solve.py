@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
+from autopar.core.ir.aliases import find_storages, is_view
+from autopar.core.ir.batch_slicing import BATCH
+from autopar.core.ir.graph import TrainingGraph, Value, elements
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Shard, shard_dim
+from autopar.core.ir.roles import Gradient, Parameter
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.kernels.aliases import find_storages, is_view
-from autopar.ir.batch_slicing import BATCH
-from autopar.ir.graph import TrainingGraph, Value, elements
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.ir.placement import OpStrategy, Partial, Placement, Shard, shard_dim
-from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of, wait
 from autopar.passes.rules.local_args import local_bytes, local_shape
 from autopar.planner.machine import Machine

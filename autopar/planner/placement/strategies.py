@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.common.deadline import check_time
+from autopar.core.common.deadline import check_time
+from autopar.core.ir.graph import TrainingGraph, Value, elements, operands, tensors
+from autopar.core.ir.mesh_levels import DATA_AXIS, axis_of_level
+from autopar.core.ir.placement import OpStrategy, Placement, Replicate, Shard, can_cut
+from autopar.core.ir.roles import Parameter
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, Value, elements, operands, tensors
-from autopar.ir.mesh_levels import DATA_AXIS, axis_of_level
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard, can_cut
-from autopar.ir.roles import Parameter
 from autopar.passes.core.collective_ops import is_name, value_of
 from autopar.passes.rules.loops import (
     DimAccess,

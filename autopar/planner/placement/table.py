@@ -14,15 +14,15 @@ from rich import box
 from rich.table import Table
 from torch import fx
 
-from autopar.cost_model.kernels.aliases import is_view
+from autopar.core.ir.aliases import is_view
+from autopar.core.ir.graph import TrainingGraph, elements, operands
+from autopar.core.ir.placement import OpStrategy, Replicate
+from autopar.core.ir.roles import Parameter
+from autopar.core.plan.partition import NodeStrategies
 from autopar.formatting import human_bytes
-from autopar.ir.graph import TrainingGraph, elements, operands
-from autopar.ir.placement import OpStrategy, Replicate
-from autopar.ir.roles import Parameter
 from autopar.passes.core.collective_ops import is_name
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import rule_of
-from autopar.plan.partition import NodeStrategies
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.redistributions import PlannedRedistribution, redistributions
 from autopar.planner.placement.repeated_nodes import block_of_nodes, repeated

@@ -10,14 +10,14 @@ from math import prod
 import torch
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph, Value
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
+from autopar.core.ir.graph import TrainingGraph, Value
+from autopar.core.ir.placement import OpStrategy, Placement, Replicate, Shard
+from autopar.core.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS
 from autopar.passes.rules.lowerings.ring_attention import RING
 from autopar.passes.rules.redistribute import redistribute_steps
 from autopar.passes.rules.registry import loops_of
-from autopar.plan.partition import NodeStrategies, Partition, by_node_name
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.ilp import solve
 from autopar.planner.placement.solve import views_of

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autopar.core.ir.graph import TrainingGraph, source_line
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.operators.attention import attention
+from autopar.core.plan.partition import NodeStrategies, Partition, by_node_name
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import RING_DECLINED, UNUSED
 from autopar.cost_model.memory.liveness import Overhead
-from autopar.ir.graph import TrainingGraph, source_line
-from autopar.ir.mesh_levels import Levels
-from autopar.operators.attention import attention
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.ring_attention import RING, without_ring
 from autopar.passes.rules.routed_rows import AXIS as EXPERT_AXIS
 from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
-from autopar.plan.partition import NodeStrategies, Partition, by_node_name
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import RING_DECLINED, UNUSED
 from autopar.planner.evaluate.evaluator import SpmdEvaluator
 from autopar.planner.evaluate.hierarchical import levels_of, neighbours
 from autopar.planner.evaluate.setup import EvaluationSetup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.graph import TrainingGraph, tensors
 from autopar.passes.chunks.row_search import HEADS
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.offload_choices import ConfigSearch

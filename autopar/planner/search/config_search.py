@@ -10,15 +10,15 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 
-from autopar.common.deadline import TimeIsOver, arm
+from autopar.core.common.deadline import TimeIsOver, arm
+from autopar.core.plan.buckets import BUCKET_BYTES
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.recompute import ALL_LEVELS, LEVELS, PARTITIONED_LEVELS, Level
+from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.strategy import Strategy
 from autopar.errors import OutOfMemoryError
 from autopar.formatting import human_bytes, memory_text
-from autopar.plan.buckets import BUCKET_BYTES
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
-from autopar.plan.recompute import ALL_LEVELS, LEVELS, PARTITIONED_LEVELS, Level
-from autopar.plan.search_outcome import SearchOutcome
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import sweep_bandwidth
 from autopar.planner.evaluate.candidate import (
     Candidate,

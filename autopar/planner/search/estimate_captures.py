@@ -13,9 +13,9 @@ from torch import nn
 from autopar.capture.batch_slices import CaptureCache
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.repeated_blocks import BlockKind, RepeatedBlocks
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.plan.partition import rows_of
 from autopar.errors import BatchError
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.plan.partition import rows_of
 from autopar.planner.machine import Machine, known_machine
 from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.problem import PlanningProblem

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import TrainingGraph
-from autopar.plan.partition import Partition
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.prediction import Work
-from autopar.plan.strategy import Strategy
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.partition import Partition
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.prediction import Work
+from autopar.core.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.extended_evaluator import ExtendedEvaluator, ReducedEvaluator
@@ -21,6 +21,7 @@ from autopar.planner.search.config_search import search_configs
 from autopar.planner.search.fixed_mesh import else_leaner
 from autopar.planner.search.pipeline_search import open_pipelines
 from autopar.planner.search.reduced_models import ReducedModel, ReducedModels
+from autopar.planner.work import work_of
 
 
 def can_extend(strategy: Strategy) -> bool:
@@ -115,7 +116,7 @@ def extended_evaluator(
 
 def _work(problem: PlanningProblem, graph: TrainingGraph, count: int, machine: Machine) -> Work:
     dtype = problem.precision or str(problem.dtype).removeprefix("torch.")
-    return Work.of(graph, count * problem.dp_size, machine.cluster, dtype)
+    return work_of(graph, count * problem.dp_size, machine.cluster, dtype)
 
 
 def _names(models: ReducedModels, reduced: ReducedModel, name: str) -> Iterator[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.errors import OutOfMemoryError
-from autopar.ir.graph import TrainingGraph
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Work
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import (
     Candidate,
     CandidateConfig,
@@ -24,6 +23,7 @@ from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.config_search import search_configs
 from autopar.planner.search.pipeline_search import fastest_pipeline, open_pipelines
+from autopar.planner.work import work_of
 
 LEANER = "more is divided than were fastest, to fit under the cap"
 
@@ -60,7 +60,7 @@ def plan_fixed_mesh(
             return plan
         count = plan.pipeline.micro_batches if plan.pipeline is not None else 1
         dtype = problem.precision or str(problem.dtype).removeprefix("torch.")
-        work = Work.of(graphs[count], count * plan.dp_size, cluster, dtype)
+        work = work_of(graphs[count], count * plan.dp_size, cluster, dtype)
         return replace(plan, prediction=replace(plan.prediction, work=work))
 
     observe = context.on_candidate

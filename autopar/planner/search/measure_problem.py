@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
-from autopar.plan.partition import (
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.partition import (
     NodeStrategies,
     needs_planned_rows,
     rescale_interleave,
     rows_of,
 )
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.planner.evaluate.candidate import (
     compression_of,
     default_config,

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from autopar.cost_model.collectives import collective_of
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
+from autopar.core.ir.messages import collective_of
+from autopar.core.ir.roles import Gradient, Parameter
+from autopar.core.plan.strategy import Strategy
+from autopar.core.schedules import SPLIT_SCHEDULES
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.simulator.bound import least_seconds
-from autopar.cost_model.simulator.schedules import SPLIT_SCHEDULES
 from autopar.cost_model.simulator.step import half_seconds
-from autopar.ir.graph import ParameterInfo, TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS, INTER_NODE, INTRA_NODE, Levels, level
-from autopar.ir.roles import Gradient, Parameter
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.cut_points import segments_of
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.machine import Machine

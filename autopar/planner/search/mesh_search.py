@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from autopar.common.deadline import TimeIsOver, arm
+from autopar.core.common.deadline import TimeIsOver, arm
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cost import ClusterError
 from autopar.errors import (
     AutoparError,
@@ -19,8 +21,6 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import duration, human_bytes
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate

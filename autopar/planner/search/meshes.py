@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from autopar.ir.graph import ParameterInfo
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 
 SMALL_WORLD = 8

@@ -9,13 +9,13 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Any
 
-from autopar.common.checks import MAX_RANKS
-from autopar.common.deadline import TimeIsOver, arm
+from autopar.core.common.checks import MAX_RANKS
+from autopar.core.common.deadline import TimeIsOver, arm
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import AutoparError, Change, OutOfMemoryError
 from autopar.formatting import duration, human_bytes, memory_text
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
 from autopar.planner.problem import PlanningProblem
 
 MakePlan = Callable[[PlanningProblem], Plan]

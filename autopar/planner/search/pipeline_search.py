@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from autopar.common.deadline import TimeIsOver, arm
-from autopar.common.notices import warn_once
-from autopar.cost_model.simulator.schedules import (
+from autopar.core.common.deadline import TimeIsOver, arm
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.plan.partition import rows_of
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import RUNNERS_UP, RunnerUp, slower
+from autopar.core.plan.strategy import Strategy
+from autopar.core.schedules import (
     V_SCHEDULES,
     in_flight,
     orders,
@@ -24,8 +31,6 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import human_bytes
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import DATA_AXIS
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.runner import run_passes
@@ -36,11 +41,6 @@ from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradie
 from autopar.passes.pipeline import build_stage_pipeline
 from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
 from autopar.passes.stage_lowering import place_plan_stages
-from autopar.plan.partition import rows_of
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig, default_config
 from autopar.planner.evaluate.cut_points import CutPoints, seconds_of, segments_of
 from autopar.planner.evaluate.evaluator import Evaluator

@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture.batch_slices import CaptureCache
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.repeated_blocks import BlockKind
-from autopar.ir.graph import ParameterInfo, TrainingGraph
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
 from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.search.estimate_captures import kinds_of, sampled_layers, with_num_layers
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 
+from autopar.core.plan.decisions import Decisions, decisions_of
+from autopar.core.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.formatting import human_bytes
-from autopar.plan.decisions import Decisions, decisions_of
-from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
 from autopar.planner.evaluate.candidate import Candidate
 
 MIN_INFEASIBLE = 3

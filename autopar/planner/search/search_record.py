@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.common.deadline import TimeIsOver
+from autopar.core.common.deadline import TimeIsOver
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import RUNNERS_UP, RunnerUp, slower
+from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.strategy import Strategy
 from autopar.errors import AutoparError, BatchError, OutOfMemoryError, PlanError
 from autopar.formatting import duration, human_bytes
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import RUNNERS_UP, RunnerUp, slower
-from autopar.plan.search_outcome import SearchOutcome
-from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import abbreviated, least_compute_s, mesh_name

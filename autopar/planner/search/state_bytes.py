@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import chunk_of, shard_dim
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.placement import chunk_of, shard_dim
 
 
 def least_state_bytes(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import RunnerUp
 from autopar.formatting import duration, human_bytes
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import RunnerUp
 from autopar.report.html.figures import (
     byte_ticks,
     even_ticks,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.report_data import TimelineEvent
 from autopar.cost_model.simulator.streams import COMPUTE
-from autopar.plan.prediction import Prediction
-from autopar.plan.report_data import TimelineEvent
 from autopar.report.event_names import EventNames
 
 WIDTH = 1_000_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
 from autopar.formatting import human_bytes
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
 from autopar.report.html.figures import byte_ticks, seconds, share, size
 from autopar.report.html.lanes import WIDTH, place
 from autopar.report.html.markup import Markup, join, legend, section, table, tag

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
-from autopar.ir.placement import Placement, Shard
-from autopar.plan.layout import Layout
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import MESH
+from autopar.core.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
+from autopar.core.ir.placement import Placement, Shard
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import MESH
 from autopar.report.html.figures import count, size
 from autopar.report.html.markup import Markup, legend, section, table, tag
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-from autopar.plan.plan import Plan
+from autopar.core.plan.plan import Plan
 from autopar.report.html.alternatives import runners
 from autopar.report.html.markup import Markup, join, tag
 from autopar.report.html.memory import memory

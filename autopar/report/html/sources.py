@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+from autopar.core.plan.plan import Plan
 from autopar.cost_model.cost import KINDS
 from autopar.formatting import human_bytes
-from autopar.plan.plan import Plan
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import explain
 from autopar.report.html.figures import count

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
 from autopar.formatting import duration, human_bytes
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
 from autopar.report.error_bars import PredictionInterval, memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.html.figures import amount, count, seconds, share, size

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
 from autopar.report.html.figures import even_ticks, tick_text
 from autopar.report.html.lanes import WIDTH, Lane, lanes_of
 from autopar.report.html.markup import Markup, legend, section, tag

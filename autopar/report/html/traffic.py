@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.report_data import Traffic
 from autopar.formatting import duration, human_bytes
-from autopar.plan.plan import Plan
-from autopar.plan.report_data import Traffic
 from autopar.report.html.figures import (
     count,
     grid,

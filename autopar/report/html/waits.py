@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.cost_model.simulator.exposure import CAUSES, Exposure
+from autopar.core.exposure import CAUSES, Exposure
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
 from autopar.formatting import duration
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
 from autopar.report.html.figures import count, seconds, size
 from autopar.report.html.lanes import place
 from autopar.report.html.markup import Markup, section, table, tag

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensor
+from autopar.core.ir.graph import TrainingGraph, source_line, tensors
+from autopar.core.ir.roles import Parameter
+from autopar.core.plan.upgrade import SCHEMA_VERSION
 from autopar.errors import DisagreementError
-from autopar.ir.graph import TrainingGraph, source_line, tensors
-from autopar.ir.roles import Parameter
-from autopar.plan.upgrade import SCHEMA_VERSION
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank
 from autopar.runtime.batch_checks import sampled_bytes
 

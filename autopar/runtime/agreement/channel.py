@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import distributed as dist
 
-from autopar.common.groups import advice_for_hangs, gloo_group
-from autopar.common.row_exchange import RowExchange
-from autopar.common.world import rank, world, world_size
+from autopar.core.common.groups import advice_for_hangs, gloo_group
+from autopar.core.common.row_exchange import RowExchange
+from autopar.core.common.world import rank, world, world_size
 from autopar.errors import CommunicationError, DisagreementError
 from autopar.runtime.agreement.record import (
     HEADER_NUMBERS,

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from autopar.common.world import rank, world_size
+from autopar.core.common.world import rank, world_size
 from autopar.errors import AutoparError, DisagreementError
 from autopar.runtime.agreement.channel import Channel, channel
 from autopar.runtime.agreement.record import Entry

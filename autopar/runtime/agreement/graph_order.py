@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, gather_objects, is_multi_rank
 
 EVENT = "compares the order of operators"

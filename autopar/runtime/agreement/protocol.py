@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import HOOK_TABLES, pytree
 from autopar.capture.call import BatchShard, Call, TensorSpec
-from autopar.common.world import rank
+from autopar.core.common.world import rank
 from autopar.errors import AutoparError, BatchError, DisagreementError
 from autopar.runtime.agreement.channel import (
     Channel,

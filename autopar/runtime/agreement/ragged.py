@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.graph import TrainingGraph, tensors
 from autopar.errors import NumericsWarning
-from autopar.ir.graph import TrainingGraph, tensors
 from autopar.runtime.agreement.channel import channel
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 

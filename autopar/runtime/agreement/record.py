@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.common.row_exchange import RECORD_NUMBERS
+from autopar.core.common.row_exchange import RECORD_NUMBERS
 from autopar.errors import AutoparError, DisagreementError
 
 SAMPLE_NUMBERS = 16

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.capture.call import BatchShard, UnevenRowsError
-from autopar.common.world import rank
-from autopar.ir.graph import TrainingGraph
-from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
-from autopar.plan.layout import Layout
-from autopar.plan.partition import (
+from autopar.core.common.world import rank
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import (
     NodeStrategies,
     Partition,
     needs_planned_rows,
@@ -17,7 +16,8 @@ from autopar.plan.partition import (
     rescale_interleave,
     rows_of,
 )
-from autopar.plan.plan import Plan
+from autopar.core.plan.plan import Plan
+from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
 from autopar.runtime.agreement.consensus import assert_same_across_ranks, broadcast_from_rank0
 from autopar.runtime.agreement.ragged import have_all
 

@@ -15,7 +15,7 @@ from autopar._torch import (
     is_transforming,
     saved_tensors_hooks,
 )
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import CaptureError, NumericsWarning
 
 

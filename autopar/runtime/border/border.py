@@ -14,8 +14,8 @@ import torch
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard
-from autopar.common.containers import flatten
-from autopar.ir.placement import Shard
+from autopar.core.common.containers import flatten
+from autopar.core.ir.placement import Shard
 from autopar.runtime.border.lazy_rows import ReadLater
 from autopar.runtime.border.rows import Entered, OwnRows, RowLayout, ScaledGradient
 

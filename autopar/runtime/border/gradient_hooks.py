@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar._torch import HOOK_TABLES
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import AutoparWarning, NumericsWarning
 
 

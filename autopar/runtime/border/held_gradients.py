@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar._torch import empty_subclass, pytree
+from autopar.core.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
+from autopar.core.plan.plan import Plan
 from autopar.errors import StrategyError
-from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import assert_same_across_ranks
 from autopar.runtime.border.closures import after_gradients
 from autopar.runtime.parameters.sharded import ShardedTensor, in_layout_of

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from autopar._torch import empty_subclass, pytree, without_subclasses
-from autopar.ir.graph import dense_strides
+from autopar.core.ir.graph import dense_strides
 from autopar.runtime.agreement.transforms import check_not_batched
 from autopar.runtime.border.linked_results import check_link
 from autopar.runtime.border.rows import OwnRows, RowLayout

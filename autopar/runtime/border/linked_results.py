@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar._torch import pytree, without_subclasses
 from autopar.capture.trace import Capture
-from autopar.common.containers import flatten
+from autopar.core.common.containers import flatten
 from autopar.errors import StrategyError
 
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)

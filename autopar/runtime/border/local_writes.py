@@ -6,9 +6,9 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.capture.trace import Capture
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.roles import Output
 from autopar.errors import NumericsWarning
-from autopar.ir.roles import Output
 
 
 def warn_of_local_writes(capture: Capture, model: nn.Module) -> None:

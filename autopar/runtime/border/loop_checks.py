@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.common.containers import check_no_hidden_tensors
+from autopar.core.common.containers import check_no_hidden_tensors
 from autopar.errors import BatchError, StrategyError
 from autopar.runtime.options import Options
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from autopar.ir.graph import dense_strides
-from autopar.ir.placement import AxisShard, chunk_of
+from autopar.core.ir.graph import dense_strides
+from autopar.core.ir.placement import AxisShard, chunk_of
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.border.lazy_rows import LazyRows
 from autopar.runtime.process_groups import explaining_comm_errors

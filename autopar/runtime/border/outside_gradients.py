@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import current_backward, local_tensor, queue_callback
+from autopar.core.plan.plan import Plan
 from autopar.errors import DisagreementError, StrategyError
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.channel import channel
 from autopar.runtime.agreement.consensus import gather_objects
 from autopar.runtime.agreement.replicas import checksum

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from autopar.common.world import world
-from autopar.ir.placement import Shard
+from autopar.core.common.world import world
+from autopar.core.ir.placement import Shard
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.parameters.whole_gradient import none_for_none, whole_gradient
 from autopar.runtime.process_groups import explaining_comm_errors

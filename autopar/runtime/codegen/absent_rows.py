@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from autopar._torch import pytree
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Output, OutputRole
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Output, OutputRole
 
 READS = (
     "add and bool bytes contains delitem eq float floordiv ge getitem gt index int invert iter le "

@@ -16,14 +16,14 @@ import torch
 from torch import fx
 
 from autopar._torch import OpOverload, storage_key
-from autopar.cost_model.storage import transfer_of
+from autopar.core.ir.graph import TrainingGraph, render_node, tensors
+from autopar.core.ir.messages import transfer_of
+from autopar.core.ir.roles import Buffer, Parameter, Saved, State
+from autopar.core.operators.random_streams import ON_STREAM
+from autopar.core.operators.routing import arriving_rows, row_counts
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, render_node, tensors
-from autopar.ir.roles import Buffer, Parameter, Saved, State
-from autopar.operators.random_streams import ON_STREAM
-from autopar.operators.routing import arriving_rows, row_counts
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.program import CompiledGraph, Program
 from autopar.runtime.codegen.recorder import BoxedFunction

@@ -25,10 +25,9 @@ from autopar._torch import (
     skip_autograd,
 )
 from autopar.capture.trace import Capture
-from autopar.common.notices import warn_once
-from autopar.errors import AutoparWarning
-from autopar.ir.graph import TrainingGraph, elements, render_node, tensors
-from autopar.ir.roles import (
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.graph import TrainingGraph, elements, render_node, tensors
+from autopar.core.ir.roles import (
     Buffer,
     Gradient,
     InputRole,
@@ -39,16 +38,17 @@ from autopar.ir.roles import (
     Tangent,
     Update,
 )
-from autopar.operators.held_reads import without_aliases
+from autopar.core.operators.held_reads import without_aliases
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import NodeStrategies
+from autopar.core.plan.plan import Plan
+from autopar.errors import AutoparWarning
 from autopar.passes.core.node_builder import is_random, sequence_of, storage_owner
 from autopar.passes.core.runner import run_passes
 from autopar.passes.fold_views import fold_views
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
-from autopar.plan.layout import Layout
-from autopar.plan.partition import NodeStrategies
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.codegen.absent_rows import with_absent_rows
 from autopar.runtime.codegen.bindings import use_bindings

@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import fx
 from torch.profiler import record_function
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 
 
 def with_ranges(graph: fx.Graph, names: dict[str, str]) -> fx.Graph:

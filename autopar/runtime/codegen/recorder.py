@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost_model.kernels.aliases import computes
+from autopar.core.ir.aliases import computes
+from autopar.core.ir.graph import TrainingGraph
 from autopar.cost_model.simulator.chrome_trace import CollectiveIndex
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.graph import TrainingGraph
 from autopar.runtime.codegen.clocks import DeviceClock, HostClock, clock_of
 
 LAUNCH = "launch"

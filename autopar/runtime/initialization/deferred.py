@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
-from autopar.common.world import rank, running_ranks, world, world_size
+from autopar.core.common.world import rank, running_ranks, world, world_size
+from autopar.core.plan.decisions import Decisions
 from autopar.errors import StrategyError
-from autopar.plan.decisions import Decisions
 from autopar.runtime.agreement.consensus import broadcast_object, is_multi_rank
 from autopar.runtime.initialization.initialize import (
     InitFunction,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from autopar.core.plan.outer import Outer
 from autopar.passes.compression.codecs import Int8
-from autopar.plan.outer import Outer
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.watch.collective_log import LOG
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from autopar.plan.outer import Outer
+from autopar.core.plan.outer import Outer
 from autopar.runtime.local_steps.average import InFlight, start_average
 from autopar.runtime.parameters.distribute import distribute_like, local_part
 from autopar.runtime.parameters.sharded import in_layout_of

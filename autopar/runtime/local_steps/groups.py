@@ -10,10 +10,10 @@ from itertools import groupby
 import torch
 from torch import distributed as dist
 
-from autopar.common.world import as_world
+from autopar.core.common.world import as_world
+from autopar.core.plan.outer import LocalSteps
+from autopar.core.plan.strategy import Strategy
 from autopar.errors import StrategyError
-from autopar.plan.outer import LocalSteps
-from autopar.plan.strategy import Strategy
 from autopar.runtime.agreement.consensus import assert_same_across_ranks, gather_objects
 from autopar.runtime.group_cache import group_of
 

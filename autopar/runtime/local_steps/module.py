@@ -14,12 +14,12 @@ from torch import nn
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, batch_shard_of
-from autopar.common.containers import flatten
-from autopar.common.notices import warn_once
-from autopar.common.world import as_world
+from autopar.core.common.containers import flatten
+from autopar.core.common.notices import warn_once
+from autopar.core.common.world import as_world
+from autopar.core.plan.outer import LocalSteps, PlannedSteps
+from autopar.core.plan.plan import Plan
 from autopar.errors import LossyWarning, StrategyError
-from autopar.plan.outer import LocalSteps, PlannedSteps
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import broadcast_from_rank0, run_on_all_ranks
 from autopar.runtime.execution import MakePlan
 from autopar.runtime.local_steps.groups import Groups

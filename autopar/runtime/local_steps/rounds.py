@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from autopar.core.plan.outer import LocalSteps, Outer
 from autopar.errors import StrategyError
-from autopar.plan.outer import LocalSteps, Outer
 from autopar.runtime.local_steps.average import start_average
 from autopar.runtime.local_steps.block import Block
 from autopar.runtime.local_steps.groups import Groups

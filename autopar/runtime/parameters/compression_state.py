@@ -19,16 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, coordinate_on
+from autopar.core.ir.placement import Shard, chunk_rows
+from autopar.core.ir.roles import State
+from autopar.core.plan.compression import Compression
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
 from autopar.errors import LossyWarning
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, coordinate_on
-from autopar.ir.placement import Shard, chunk_rows
-from autopar.ir.roles import State
 from autopar.passes.compression.reduce_algorithms import kept_of
-from autopar.plan.compression import Compression
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
 
 STATE_DICT_KEY = "_extra_state"
 """Key in the state dict of a module, after torch's convention."""

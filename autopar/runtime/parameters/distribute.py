@@ -21,7 +21,7 @@ from autopar._torch import (
     without_subclasses,
     without_weight_references,
 )
-from autopar.common.world import world
+from autopar.core.common.world import world
 from autopar.errors import StrategyError
 from autopar.runtime.parameters.dtensor_layout import Layout, torch_placements
 from autopar.runtime.parameters.optimizers import (

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from autopar._torch import StridedShard
-from autopar.ir.placement import Placement, Shard, chunk_rows
+from autopar.core.ir.placement import Placement, Shard, chunk_rows
 
 Layout = Mapping[str, Placement]
 """Placement of a parameter on each axis, by name."""

@@ -1,4 +1,4 @@
-"""Parameters whose memory is a lower level; see `autopar.operators.parameters`."""
+"""Parameters whose memory is a lower level; see `autopar.core.operators.parameters`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar._torch import local_tensor
+from autopar.core.operators.parameters import settle, store
+from autopar.core.plan.decisions import Decisions
 from autopar.errors import StrategyError
-from autopar.operators.parameters import settle, store
-from autopar.plan.decisions import Decisions
 from autopar.runtime.parameters.distribute import is_remote
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import AutoparWarning, NumericsWarning, StrategyError
 from autopar.runtime.parameters.remote import is_on_other_stage, module_of
 from autopar.runtime.parameters.sharded import distribute_replicated

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.common.files import open_file, read_typed
+from autopar.core.common.files import open_file, read_typed
 from autopar.errors import CheckpointError, StrategyError
 from autopar.formatting import first_line
 from autopar.runtime.parameters.distribute import local_part

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import OpOverload, current_backward, local_tensor, pytree
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import AutoparWarning, StrategyError
 from autopar.runtime.agreement.channel import channel
 from autopar.runtime.agreement.consensus import gather_objects

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._torch import live_storage, local_tensor
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import NumericsWarning, StrategyError
 from autopar.runtime.batch_checks import sampled_bytes
 from autopar.runtime.parameters.sharded_view import version_of

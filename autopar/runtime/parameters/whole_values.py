@@ -7,7 +7,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_tensor
-from autopar.common.world import world
+from autopar.core.common.world import world
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.channel import channel, finish_exchange
 from autopar.runtime.parameters.dtensor_layout import is_sharded, local_shard

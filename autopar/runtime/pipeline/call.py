@@ -12,9 +12,9 @@ import torch
 from torch import distributed as dist
 
 from autopar.capture.call import BatchShard
-from autopar.ir import roles
-from autopar.ir.graph import tensors
-from autopar.ir.mesh_levels import DATA_AXIS
+from autopar.core.ir import roles
+from autopar.core.ir.graph import tensors
+from autopar.core.ir.mesh_levels import DATA_AXIS
 from autopar.runtime.batch_checks import is_on_host
 from autopar.runtime.context import (
     ExecutionContext,

@@ -12,15 +12,17 @@ import torch
 from torch import distributed as dist
 
 from autopar.capture.trace import Capture
-from autopar.cost_model.simulator.schedules import (
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import Gradient, MicrobatchPartial, Output, Parameter, StageOutput
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.partition import NodeStrategies
+from autopar.core.schedules import (
     SPLIT_SCHEDULES,
     Orders,
     orders,
     split_orders,
 )
 from autopar.errors import CoupledRowsError
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Gradient, MicrobatchPartial, Output, Parameter, StageOutput
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.node_builder import is_random, storage_owner
 from autopar.passes.core.runner import run_passes
@@ -32,8 +34,6 @@ from autopar.passes.pipeline_parallel.split_stages import PipelineStages
 from autopar.passes.registration import disabled_passes
 from autopar.passes.split_forward_backward import split_forward_backward
 from autopar.passes.stage_lowering import build_microbatch_pipelines, lower_stage, split_plan_stages
-from autopar.plan.layout import Layout
-from autopar.plan.partition import NodeStrategies
 from autopar.runtime.codegen.absent_rows import AbsentRows, with_absent_rows
 from autopar.runtime.codegen.program import CompiledGraph, LoweringOptions, generate
 from autopar.runtime.pipeline.schedule import Schedule

@@ -11,11 +11,11 @@ import torch
 
 from autopar._torch import backward_keeps_graph
 from autopar.capture.call import BatchShard, UnevenRowsError
-from autopar.common.bounded_cache import BoundedCache, paused_collector
-from autopar.common.notices import NumericsNote, warn_of_notes, warn_once
+from autopar.core.common.bounded_cache import BoundedCache, paused_collector
+from autopar.core.common.notices import NumericsNote, warn_of_notes, warn_once
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.plan.plan import Plan
 from autopar.errors import AutoparWarning, CoupledRowsError, StrategyError
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.plan.plan import Plan
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.agreement.ragged import RECOMPUTE_ADVICE, check_collectives, have_all
 from autopar.runtime.agreement.strategies import PlannedStrategies

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
+from autopar.core.schedules import Orders, ranks_in
 from autopar.cost_model.simulator.pipeline_transfers import with_transfers
-from autopar.cost_model.simulator.schedules import Orders, ranks_in
 from autopar.runtime.pipeline.stage import Stage, StageCall, Values, inputs_of_next
 from autopar.runtime.process_groups import explaining_comm_errors
 from autopar.runtime.watch.collective_log import LOG

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autopar.ir import roles
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir import roles
+from autopar.core.ir.graph import TrainingGraph
 from autopar.passes.core.node_builder import dims_by_stride
 from autopar.runtime.codegen.program import CompiledGraph
 from autopar.runtime.context import ExecutionContext

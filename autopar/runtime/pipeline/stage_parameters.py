@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import without_weight_references
-from autopar.common.world import rank
+from autopar.core.common.world import rank
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
 from autopar.errors import StrategyError
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.plan.layout import Layout
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
 from autopar.runtime.group_cache import mesh_over
 from autopar.runtime.parameters.distribute import (
     distribute_parameters,

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autopar._torch_dynamo import PipelineStageBase
-from autopar.ir.roles import StageInput, StageOutput
+from autopar.core.ir.roles import StageInput, StageOutput
 from autopar.passes.core.node_builder import dims_by_stride
 from autopar.runtime.pipeline.stage import Stage, Values, inputs_of_next
 from autopar.runtime.watch.collective_log import LOG

@@ -16,8 +16,8 @@ import torch
 
 from autopar._torch import pytree
 from autopar.capture.call import BatchShard, Derivative, TensorSpec
+from autopar.core.ir.placement import Shard
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir.placement import Shard
 from autopar.runtime.border.rows import Entered, LeftWhole, ScaledGradient
 from autopar.runtime.codegen.program import Program
 from autopar.runtime.parameters.sharded_view import version_of

@@ -17,10 +17,10 @@ from autopar._torch import (
 from autopar.capture.call import BatchShard
 from autopar.capture.state.guards import BackwardState
 from autopar.capture.trace import Capture
-from autopar.common.bounded_cache import BoundedCache, paused_collector
-from autopar.common.notices import warn_of_notes
+from autopar.core.common.bounded_cache import BoundedCache, paused_collector
+from autopar.core.common.notices import warn_of_notes
+from autopar.core.ir import roles
 from autopar.errors import CaptureError, StrategyError
-from autopar.ir import roles
 from autopar.runtime.agreement.channel import finish_exchange
 from autopar.runtime.agreement.ragged import (
     RECOMPUTE_ADVICE,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar._torch import local_tensor, storage_key, without_weight_references
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import AutoparWarning, DisagreementError, StrategyError
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank, run_on_all_ranks
 from autopar.runtime.agreement.protocol import Protocol

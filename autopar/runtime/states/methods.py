@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.common.world import rank
+from autopar.core.common.world import rank
 from autopar.errors import StrategyError
 from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import run_on_all_ranks

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import local_tensor, storage_key
-from autopar.common.world import rank
+from autopar.core.common.world import rank
 from autopar.errors import StrategyError
 from autopar.runtime.agreement.consensus import run_on_all_ranks
 from autopar.runtime.parameters.compression_state import STATE_DICT_KEY

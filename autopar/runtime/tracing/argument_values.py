@@ -19,8 +19,8 @@ import torch
 from autopar.capture.call import BatchShard, batch_shard_of
 from autopar.capture.trace import read_arguments
 from autopar.capture.values.argument_reads import Readings
-from autopar.common.bounded_cache import BoundedCache
-from autopar.common.notices import warn_once
+from autopar.core.common.bounded_cache import BoundedCache
+from autopar.core.common.notices import warn_once
 from autopar.errors import AutoparWarning, CaptureError
 from autopar.runtime.codegen.surroundings import apart_from_hooks
 from autopar.runtime.context import MANY_SHAPES, ExecutionContext

@@ -12,10 +12,10 @@ from torch import Tensor
 from autopar.capture.call import BatchShard
 from autopar.capture.trace import Capture
 from autopar.capture.values.compiler_branches import CompilerBranches, Site
-from autopar.common.constant_draws import ConstantDraws
-from autopar.common.containers import flatten
-from autopar.common.notices import warn_once
-from autopar.common.tolerances import TOLERANCES, relative_difference
+from autopar.core.common.constant_draws import ConstantDraws
+from autopar.core.common.containers import flatten
+from autopar.core.common.notices import warn_once
+from autopar.core.common.tolerances import TOLERANCES, relative_difference
 from autopar.errors import NumericsWarning
 from autopar.formatting import first_line
 from autopar.runtime.agreement.consensus import gather_objects, is_multi_rank

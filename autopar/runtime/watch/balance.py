@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from autopar.core.plan.plan import Plan
 from autopar.errors import StrategyError
-from autopar.plan.plan import Plan
 
 
 def why_not_balanced(plan: Plan) -> StrategyError | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from autopar.ir.graph import source_line
+from autopar.core.ir.graph import source_line
 from autopar.passes.core.collective_ops import WAIT_LOWERED
 
 MAX_WAITS = 256

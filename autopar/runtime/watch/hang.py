@@ -23,7 +23,7 @@ from types import FrameType
 from torch import distributed as dist
 
 from autopar._torch import PrefixStore, Store, TCPStore, default_store
-from autopar.common.notices import is_inside
+from autopar.core.common.notices import is_inside
 from autopar.runtime.watch.collective_log import LOG, Wait
 
 POLL_S = 0.4

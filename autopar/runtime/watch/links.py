@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import distributed as dist
 
-from autopar.common.groups import gather_values
+from autopar.core.common.groups import gather_values
 
 PROBE_BYTES = 1 << 18
 """Bytes of a transfer."""

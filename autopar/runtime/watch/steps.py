@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from autopar.capture.call import BatchShard, TensorSpec
-from autopar.operators.routing import LOADS, Loads
-from autopar.plan.prediction import Prediction
+from autopar.core.operators.routing import LOADS, Loads
+from autopar.core.plan.prediction import Prediction
 from autopar.runtime.watch.collective_log import LOG
 from autopar.runtime.watch.stragglers import Pace
 

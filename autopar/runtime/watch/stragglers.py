@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import distributed as dist
 
-from autopar.common.notices import warn_once
+from autopar.core.common.notices import warn_once
 from autopar.errors import StragglerWarning
 from autopar.runtime.watch.links import Probe, probe_links
 

@@ -10,8 +10,8 @@ from operator import getitem
 
 from torch import fx
 
-from autopar.ir.placement import Shard
-from autopar.operators.attention import attention, attention_backward
+from autopar.core.ir.placement import Shard
+from autopar.core.operators.attention import attention, attention_backward
 from autopar.passes.core.node_builder import aten
 from autopar.passes.rules.lowerings.context import LoweringContext
 from autopar.passes.rules.operators.attention import query_heads, windows

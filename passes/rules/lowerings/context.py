@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import elements
-from autopar.ir.placement import OpStrategy, Placement, Shard, chunk_of
+from autopar.core.ir.graph import elements
+from autopar.core.ir.placement import OpStrategy, Placement, Shard, chunk_of
 from autopar.passes.core.collective_ops import collective, start_all_gather, start_all_reduce
 from autopar.passes.core.node_builder import call, inline
 from autopar.passes.rules.loops import Operator

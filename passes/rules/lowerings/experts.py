@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ir.placement import Routed
-from autopar.operators.experts import expert_mm, expert_outer
+from autopar.core.ir.placement import Routed
+from autopar.core.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.loops import Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext
 

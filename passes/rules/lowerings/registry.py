@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode, OpOverload, pytree
-from autopar.ir.placement import OpStrategy
+from autopar.core.ir.placement import OpStrategy
 from autopar.passes.core.collective_ops import STARTS, kind_of, message_bytes
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Loop, Operator, Rule, overloads

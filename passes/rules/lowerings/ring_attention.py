@@ -20,9 +20,9 @@ from operator import getitem
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.placement import can_cut, chunk_of
-from autopar.operators.attention import attention, attention_backward
-from autopar.operators.attention_blocks import Part, attention_block, attention_block_backward
+from autopar.core.ir.placement import can_cut, chunk_of
+from autopar.core.operators.attention import attention, attention_backward
+from autopar.core.operators.attention_blocks import Part, attention_block, attention_block_backward
 from autopar.passes.core.collective_ops import start_permute, wait
 from autopar.passes.rules.loops import Access, DimAccess, Loop, Operator
 from autopar.passes.rules.lowerings.context import LoweringContext, aten, value

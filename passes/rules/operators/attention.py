@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Value
-from autopar.operators.attention import attention as forward
-from autopar.operators.attention import attention_backward as backward
+from autopar.core.ir.graph import Value
+from autopar.core.operators.attention import attention as forward
+from autopar.core.operators.attention import attention_backward as backward
 from autopar.passes.rules.loops import Access, DimAccess, Loop, Operator
 
 _OPERANDS = {

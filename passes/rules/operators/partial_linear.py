@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from autopar._torch import OpOverload
-from autopar.ir.placement import OpStrategy, Partial, Replicate
-from autopar.operators.experts import expert_mm, expert_outer
+from autopar.core.ir.placement import OpStrategy, Partial, Replicate
+from autopar.core.operators.experts import expert_mm, expert_outer
 from autopar.passes.core.collective_ops import STARTS, start_all_reduce
 from autopar.passes.rules.loops import Operator, overloads
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.ir.graph import elements
-from autopar.ir.placement import OpStrategy, Placement, Shard
+from autopar.core.ir.graph import elements
+from autopar.core.ir.placement import OpStrategy, Placement, Shard
 from autopar.passes.rules.loops import Operator
 
 Dims = tuple[int, ...]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Shard, can_cut, chunk_rows
 from autopar.errors import PassError
-from autopar.ir.placement import OpStrategy, Partial, Placement, Shard, can_cut, chunk_rows
 from autopar.passes.rules.local_args import local_arguments
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import program

@@ -32,10 +32,10 @@ from autopar._torch import (
     registrations_of,
     without_modes,
 )
-from autopar.common.notices import warn_once
-from autopar.cost_model.kernels.random_inputs import takes_any
+from autopar.core.common.notices import warn_once
+from autopar.core.ir.placement import OpStrategy
+from autopar.core.random_inputs import takes_any
 from autopar.errors import MeasurementWarning
-from autopar.ir.placement import OpStrategy
 from autopar.passes.rules.local_args import local_arguments
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
 from autopar.passes.rules.proof.oracle import is_correct, run_operator, shard_tensor

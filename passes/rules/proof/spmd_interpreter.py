@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.core.ir.placement import chunk_rows
 from autopar.errors import PassError
-from autopar.ir.placement import chunk_rows
 from autopar.passes.core.collective_ops import (
     STARTS,
     axis_of,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.core.ir.roles import Gradient
 from autopar.errors import NumericsWarning
-from autopar.ir.roles import Gradient
 from tests.capture.test_trace import Forward, Model, W, X, captured, run
 
 

@@ -4,14 +4,15 @@ import pickle
 import networkx as nx
 import pytest
 
+from autopar.core.ir.messages import COLLECTIVES, FROM_HOST, TO_HOST
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import Slowdown
-from autopar.cost_model.collectives import COLLECTIVES, ring
+from autopar.cost_model.collectives import ring
 from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.storage import FROM_HOST, TO_HOST, Storage
+from autopar.cost_model.storage import Storage
 from autopar.cost_model.topology.devices import DEVICES, Device
 from tests.cost_model.machines import machines
 

@@ -1,6 +1,6 @@
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.import_nccl_tests import import_nccl_tests
 from autopar.cost_model.cost import ClusterError

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from autopar.core.ir.messages import COLLECTIVES, READ, TO_HOST
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
-from autopar.cost_model.collectives import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.storage import COPIES, READ, TO_HOST, UNMEASURED
+from autopar.cost_model.storage import COPIES, UNMEASURED
 from autopar.cost_model.topology.devices import DEVICES, find_device
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.capture.batch_slices import capture_of_rank
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.signature import moved_bytes, time_key
 from autopar.cost_model.kernels.fusion import is_fused, traffic
-from autopar.cost_model.kernels.signature import moved_bytes, time_key
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing
-from autopar.ir.graph import TrainingGraph
 
 ROWS, WIDTH = 16384, 512
 VALUE = ROWS * WIDTH * 4

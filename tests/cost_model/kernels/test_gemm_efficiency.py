@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 import torch
 
+from autopar.core.ir.roles import Input
 from autopar.cost_model.kernels.gemm_efficiency import (
     FULL_WAVES,
     SHAPES,
@@ -17,7 +18,6 @@ from autopar.cost_model.kernels.gemm_efficiency import (
 from autopar.cost_model.kernels.roofline import Roofline
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.topology.devices import find_device
-from autopar.ir.roles import Input
 from tests.cost_model.sketch import Sketch, aten
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"

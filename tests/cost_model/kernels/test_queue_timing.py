@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.core.ir.roles import Input, Output
+from autopar.core.ir.signature import time_key
 from autopar.cost_model.kernels import queue_timing
 from autopar.cost_model.kernels.queue_timing import QueueTimer
-from autopar.cost_model.kernels.signature import time_key
 from autopar.cost_model.kernels.timing import operator_bytes
 from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.ir.roles import Input, Output
 from tests.cost_model.sketch import Sketch, aten
 from tests.harness.fake_cuda import FakeCuda
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autopar.core.ir.roles import Input, Output
+from autopar.core.ir.signature import signature
 from autopar.cost_model import disk_cache
 from autopar.cost_model.host import Host
 from autopar.cost_model.kernels.settings import kernel_settings
-from autopar.cost_model.kernels.signature import signature
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing
 from autopar.cost_model.memory.workspace import Workspace
-from autopar.ir.roles import Input, Output
 from tests.cost_model.sketch import Sketch, aten
 from tests.harness.fake_cuda import NAME, FakeCuda
 

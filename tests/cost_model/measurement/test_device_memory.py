@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from autopar.capture.model_info import describe_parameters
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement import device_memory
 from autopar.cost_model.measurement.device_memory import COMMUNICATOR_BYTES, DeviceMemory
 from autopar.cost_model.memory.allocator import workspace_bytes
-from autopar.driver.offline import plan_offline
-from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
+from autopar.session.offline import plan_offline
 from tests.harness.fake_cuda import GIB, FakeCuda
 
 MIB = 2**20

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cli import main
-from autopar.commands import measure as command
+from autopar.cli import measure as command
+from autopar.cli.main import main
+from autopar.core.ir.messages import FROM_HOST, TO_HOST
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.measurement import host_copy_bench
 from autopar.cost_model.measurement.host_copy_bench import COMPUTE, measure_host
-from autopar.cost_model.storage import COPIES, FROM_HOST, TO_HOST
+from autopar.cost_model.storage import COPIES
 from tests.harness.fake_cuda import FakeCuda
 
 RATE, PIECE_S = 20e9, 1e-3

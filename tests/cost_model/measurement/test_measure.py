@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.cost_model.collectives import COLLECTIVES
+from autopar.core.ir.messages import COLLECTIVES
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.measured_curve import CurveKey
 from autopar.cost_model.disk_cache import cache_directory

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cost_model.kernels.random_inputs import index_bound
+from autopar.core.ir.roles import Input, Output, Parameter
+from autopar.core.ir.signature import moved_bytes, signature
+from autopar.core.random_inputs import index_bound
 from autopar.cost_model.kernels.roofline import Roofline
-from autopar.cost_model.kernels.signature import moved_bytes, signature
 from autopar.cost_model.kernels.timing import Stopwatch
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing
-from autopar.ir.roles import Input, Output, Parameter
 from tests.cost_model.sketch import Sketch, aten, c10d
 
 

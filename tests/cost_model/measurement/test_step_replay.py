@@ -4,7 +4,8 @@ import statistics
 import pytest
 import torch
 
-from autopar.cost_model.kernels.signature import time_key
+from autopar.core.ir.roles import Gradient, Input, Output, Parameter, Tangent
+from autopar.core.ir.signature import time_key
 from autopar.cost_model.measurement.step_replay import (
     SINGLE_RANK,
     ReplayGroup,
@@ -12,7 +13,6 @@ from autopar.cost_model.measurement.step_replay import (
     arguments_of,
     replay_step,
 )
-from autopar.ir.roles import Gradient, Input, Output, Parameter, Tangent
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.harness.worlds import run
 

@@ -6,14 +6,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
-from autopar.cost_model.kernels.aliases import find_storages
-from autopar.cost_model.kernels.signature import signature
-from autopar.cost_model.memory.allocation_tracker import track_allocations
-from autopar.cost_model.memory.liveness import CATEGORIES, Overhead
-from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
-from autopar.cost_model.memory.peak import UPDATE, simulate_memory
-from autopar.cost_model.memory.workspace import Workspace
-from autopar.ir.roles import (
+from autopar.core.ir.aliases import find_storages
+from autopar.core.ir.roles import (
     Accumulated,
     Buffer,
     Gradient,
@@ -23,6 +17,12 @@ from autopar.ir.roles import (
     StageInput,
     Update,
 )
+from autopar.core.ir.signature import signature
+from autopar.cost_model.memory.allocation_tracker import track_allocations
+from autopar.cost_model.memory.liveness import CATEGORIES, Overhead
+from autopar.cost_model.memory.optimizer_memory import OptimizerMemory
+from autopar.cost_model.memory.peak import UPDATE, simulate_memory
+from autopar.cost_model.memory.workspace import Workspace
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.harness.models import MODELS
 from tests.harness.training import fixed

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from autopar.core.ir.roles import Gradient, Input, Output, Parameter
 from autopar.cost_model.simulator.bound import least_seconds
 from autopar.cost_model.simulator.step import simulate
-from autopar.ir.roles import Gradient, Input, Output, Parameter
 from tests.cost_model.simulator.test_step import APART, BYTES, HALVED, cluster, times
 from tests.cost_model.sketch import Sketch, aten, c10d
 

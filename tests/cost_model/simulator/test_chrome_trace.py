@@ -1,5 +1,6 @@
 import json
 
+from autopar.core.ir.roles import Input, Output
 from autopar.cost_model.simulator.chrome_trace import (
     CollectiveIndex,
     chrome_trace,
@@ -8,7 +9,6 @@ from autopar.cost_model.simulator.chrome_trace import (
     write_trace,
 )
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.ir.roles import Input, Output
 from tests.cost_model.sketch import Sketch, aten, c10d
 
 

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.core.ir.roles import Input, Output
+from autopar.core.ir.signature import time_key
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import Slowdown
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.kernels.signature import time_key
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing, TimingContext
 from autopar.cost_model.simulator.step import reads_device, simulate
 from autopar.cost_model.simulator.streams import COMPUTE
-from autopar.ir.roles import Input, Output
 from tests.cost_model.sketch import Sketch, aten, c10d
 
 BYTES = 400

@@ -3,8 +3,8 @@ from itertools import pairwise
 
 import pytest
 
+from autopar.core.schedules import Action, orders
 from autopar.cost_model.simulator.pipeline import StageCost, simulate_pipeline
-from autopar.cost_model.simulator.schedules import Action, orders
 
 EVEN = StageCost(1.0, 2.0, input_s=1.0, weight_s=1.0)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from autopar.core.schedules import orders
 from autopar.cost_model.simulator.pipeline_transfers import inputs_ahead, with_transfers
-from autopar.cost_model.simulator.schedules import orders
 
 
 def written(schedule: str, ranks: int, micros: int, chunks: int = 1) -> list[list[str]]:

@@ -2,20 +2,21 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.core.ir.messages import WRITE, is_wait
+from autopar.core.ir.roles import Gradient, Input, Output, Parameter
+from autopar.core.ir.signature import signature, time_key
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import Slowdown
-from autopar.cost_model.collectives import Transfer, is_wait
+from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import ClusterError
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.kernels.signature import signature, time_key
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing, TimingContext
 from autopar.cost_model.simulator.step import simulate
 from autopar.cost_model.simulator.streams import Clock
-from autopar.cost_model.storage import LANES, UNMEASURED, WRITE
-from autopar.ir.roles import Gradient, Input, Output, Parameter
+from autopar.cost_model.storage import LANES, UNMEASURED
 from tests.cost_model.sketch import Sketch, aten, c10d
 
 BYTES = 400

@@ -5,26 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.messages import FROM_HOST, READ, TO_HOST, WRITE, is_stored, transfer_of
+from autopar.core.ir.roles import Input, Output, Parameter
+from autopar.core.ir.signature import time_key
+from autopar.core.operators import offload, parameters
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.curves.curve import Curve
-from autopar.cost_model.kernels.signature import time_key
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing, TimingContext
 from autopar.cost_model.simulator.chrome_trace import slices_of
 from autopar.cost_model.simulator.step import Simulation, simulate
-from autopar.cost_model.storage import (
-    FROM_HOST,
-    READ,
-    TO_HOST,
-    WRITE,
-    Storage,
-    is_stored,
-    transfer_of,
-)
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Input, Output, Parameter
-from autopar.operators import offload, parameters
+from autopar.cost_model.storage import Storage
 from tests.cost_model.sketch import Sketch, aten
 
 BYTES = 400

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli import main
+from autopar.cli.main import main
+from autopar.core.plan.compression import Compression
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.plan.compression import Compression
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
-from autopar.profiler.report import Profile
+from autopar.session.profiler.report import Profile
 from tests.harness.nonsense.case import INF, NAN, Case
 from tests.harness.nonsense.examples import example_plan
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autopar.core.plan.plan import Plan
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.plan.plan import Plan
-from autopar.profiler.report import Profile
+from autopar.session.profiler.report import Profile
 from tests.harness.nonsense.arguments import argument_cases
 from tests.harness.nonsense.case import Case
 from tests.harness.nonsense.documents import (

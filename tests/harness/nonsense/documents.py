@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import StagePrediction
-from autopar.plan.reader import ADDED
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import StagePrediction
+from autopar.core.plan.reader import ADDED
 from tests.harness.nonsense.case import INF, NAN, Case
 from tests.harness.nonsense.examples import Path_, example_plan
 

@@ -1,18 +1,18 @@
 """Documents with every field set: a plan and a profile."""
 
-from autopar.cost_model.simulator.exposure import Exposure
+from autopar.core.exposure import Exposure
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.ir.placement import OpStrategy, Replicate, Shard
+from autopar.core.plan.buckets import Buckets
+from autopar.core.plan.compression import Compressions
+from autopar.core.plan.overlap import Overlap
+from autopar.core.plan.partition import Partition
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction, RunnerUp, StagePrediction, Work
+from autopar.core.plan.report_data import CollectiveCall, ReportData, StageProgram, Traffic
 from autopar.cost_model.simulator.streams import Event
-from autopar.ir.mesh_levels import Levels
-from autopar.ir.placement import OpStrategy, Replicate, Shard
-from autopar.plan.buckets import Buckets
-from autopar.plan.compression import Compressions
-from autopar.plan.overlap import Overlap
-from autopar.plan.partition import Partition
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction, RunnerUp, StagePrediction, Work
-from autopar.plan.report_data import CollectiveCall, ReportData, StageProgram, Traffic
-from autopar.profiler.report import Again, Message, Profile, Side
+from autopar.session.profiler.report import Again, Message, Profile, Side
 
 
 def example_plan() -> Plan:

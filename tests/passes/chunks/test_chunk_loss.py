@@ -10,10 +10,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import autopar
+from autopar.core.ir.graph import TrainingGraph, operands, tensors
+from autopar.core.ir.placement import Shard
+from autopar.core.ir.roles import Gradient, Output
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, operands, tensors
-from autopar.ir.placement import Shard
-from autopar.ir.roles import Gradient, Output
 from autopar.passes.chunks.chunk_loss import ChunkLoss
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline

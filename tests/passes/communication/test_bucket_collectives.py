@@ -2,7 +2,8 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.buckets import Buckets
 from autopar.passes.communication.bucket_collectives import (
     BucketCollectives,
     gathers,
@@ -15,7 +16,6 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
-from autopar.plan.buckets import Buckets
 from tests.harness.training import close
 from tests.passes.golden import TwoLayers, text, two_layers
 from tests.passes.parity import AXIS, World, assert_parity

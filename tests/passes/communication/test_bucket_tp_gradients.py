@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 import autopar
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import OpStrategy, Replicate, Shard
-from autopar.ir.roles import Parameter
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import OpStrategy, Replicate, Shard
+from autopar.core.ir.roles import Parameter
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.collective_ops import (

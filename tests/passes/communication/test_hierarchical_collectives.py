@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from autopar.cost_model.collectives import collective_of
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import Levels
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.ir.messages import collective_of
+from autopar.core.plan.layout import Layout
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.hierarchical_collectives import PARTS, HierarchicalCollectives
 from autopar.passes.core.collective_ops import starts
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.layout import Layout
 from tests.passes.golden import changes, two_layers
 from tests.passes.parity import AXIS, World, assert_parity
 

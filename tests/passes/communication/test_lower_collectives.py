@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from autopar._torch import FakeTensorMode
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Replicate, Shard, chunk_rows
-from autopar.ir.roles import Input, Output
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import Replicate, Shard, chunk_rows
+from autopar.core.ir.roles import Input, Output
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.collective_ops import (
     collective,
@@ -98,7 +98,7 @@ def test_gathered_shards_are_the_whole(shapes: Shapes, n: int, backend: str, pie
     tensors = [whole(shape) for shape in shapes]
     parts = list(zip(*(chunks(t, n) for t in tensors), strict=True))
     rows = [[t.shape[0] for t in tensors]] * n
-    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.CHUNK_BYTES", piece):
+    with mock.patch("autopar.core.gloo_chunks.CHUNK_BYTES", piece):
         answers = run(backend, parts, start_all_gather, rows)
     for found in answers:
         assert all(map(torch.equal, found, tensors))
@@ -120,7 +120,7 @@ def test_permuted_tensors_arrive(
 ) -> None:
     targets = data.draw(st.permutations(range(n)))  # some ranks may send to themselves
     parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
-    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.CHUNK_BYTES", piece):
+    with mock.patch("autopar.core.gloo_chunks.CHUNK_BYTES", piece):
         found = run(backend, parts, start_permute, [targets] * n)
     for rank, target in enumerate(targets):
         assert all(map(torch.equal, found[target], parts[rank]))
@@ -133,7 +133,7 @@ def test_scattered_sums_are_shards_of_the_sum(
 ) -> None:
     parts = [[whole(shape, rank) for shape in shapes] for rank in range(n)]
     rows = [[chunk_rows(shape[0], n)[rank] for shape in shapes] for rank in range(n)]
-    with mock.patch("autopar.cost_model.algorithms.gloo_chunks.CHUNK_BYTES", piece):
+    with mock.patch("autopar.core.gloo_chunks.CHUNK_BYTES", piece):
         found = run(backend, parts, start_reduce_scatter, rows)
     for index, shape in enumerate(shapes):
         total = sum(part[index] for part in parts)

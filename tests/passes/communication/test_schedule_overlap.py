@@ -7,8 +7,11 @@ import pytest
 from expecttest import assert_expected_inline
 from torch import fx
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import Levels
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.overlap import Overlap
+from autopar.core.plan.plan import Plan
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.hierarchical_collectives import PARTS
 from autopar.passes.communication.overlap_units import Half, Kind, halves
@@ -27,9 +30,6 @@ from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.layout import Layout
-from autopar.plan.overlap import Overlap
-from autopar.plan.plan import Plan
 from tests.harness.models import MODELS
 from tests.passes.golden import order, two_layers
 from tests.passes.parity import AXIS, World, assert_parity

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from autopar.core.plan.compression import METHODS, Compression
 from autopar.passes.compression.codecs import Codec, codec, random_places
-from autopar.plan.compression import METHODS, Compression
 
 CODED = [m for m in METHODS if m not in ("powersgd", "randomk")]
 WIDTHS = (1, 7, 256, 1000, 2**16 + 3)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.ir.roles import Gradient, Parameter, State
+from autopar.core.plan.compression import METHODS, Compression
 from autopar.cost_model.algorithms.wire_bytes import sent_bytes
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import Levels
-from autopar.ir.roles import Gradient, Parameter, State
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.communication.hierarchical_collectives import PARTS, HierarchicalCollectives
 from autopar.passes.communication.lower_collectives import LowerCollectives
@@ -21,7 +22,6 @@ from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
-from autopar.plan.compression import METHODS, Compression
 from autopar.runtime.parameters.compression_state import initial_state
 from tests.passes.parity import AXIS, World, whole
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 from autopar.passes.core.collective_ops import starts
 from autopar.passes.core.pass_base import Pass, PassResult
 

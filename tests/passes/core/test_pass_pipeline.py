@@ -6,20 +6,20 @@ from functools import cache
 
 import pytest
 
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.ir.placement import OpStrategy, Partial, Replicate, Shard
+from autopar.core.plan.compression import Compressions
+from autopar.core.plan.overlap import Overlap
+from autopar.core.plan.partition import Partition
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
 from autopar.errors import PassError, StrategyError
-from autopar.ir.mesh_levels import Levels
-from autopar.ir.placement import OpStrategy, Partial, Replicate, Shard
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.pipeline import build_model_pipeline, build_pass_pipeline, build_stage_pipeline
-from autopar.plan.compression import Compressions
-from autopar.plan.overlap import Overlap
-from autopar.plan.partition import Partition
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
 from tests.passes.golden import two_layers
 from tests.passes.parity import AXIS
 

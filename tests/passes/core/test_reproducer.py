@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.core.ir.graph import TrainingGraph, elements, render
 from autopar.errors import PassError
-from autopar.ir.graph import TrainingGraph, elements, render
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.reproduce import main
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_reproducer(tmp_path: Path, capsys: pytest.CaptureFixt
     "target",
     [
         "os:system",
-        "autopar.commands.script:launch",
+        "autopar.cli.script:launch",
         "autopar.passes.core.collective_ops:is_name",
         "_operator:call",
         "aten.nothing.default",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx
 
+from autopar.core.ir.graph import GraphProperty, TrainingGraph
+from autopar.core.ir.roles import Output
 from autopar.errors import PassError
-from autopar.ir.graph import GraphProperty, TrainingGraph
-from autopar.ir.roles import Output
 from autopar.passes.communication.lower_collectives import LowerCollectives
 from autopar.passes.core.collective_ops import collective, start_all_reduce, starts, wait_of
 from autopar.passes.core.node_builder import call

@@ -5,16 +5,16 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from autopar.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.ir.mesh_levels import Levels
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.plan.compression import Compressions
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.compression import Compressions
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
 from tests.passes.golden import TwoLayers, changes
 from tests.passes.parity import AXIS, World
 from tests.passes.simulated import c10d

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import even_rows
-from autopar.ir.roles import Gradient, Parameter, Update
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import even_rows
+from autopar.core.ir.roles import Gradient, Parameter, Update
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
 from tests.harness.reference import relative_error

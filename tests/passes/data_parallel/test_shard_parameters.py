@@ -3,16 +3,16 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import Shard, shard_dim
-from autopar.ir.roles import Parameter
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import Shard, shard_dim
+from autopar.core.ir.roles import Parameter
+from autopar.core.plan.buckets import Buckets
 from autopar.passes.communication.bucket_collectives import BucketCollectives
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
 from autopar.passes.data_parallel.cast_before_gather import CastBeforeGather
 from autopar.passes.data_parallel.shard_parameters import ShardParameters
 from autopar.passes.data_parallel.synchronize_gradients import SynchronizeGradients
-from autopar.plan.buckets import Buckets
 from tests.passes.golden import TwoLayers, changes, two_layers
 from tests.passes.parity import AXIS, EXACT, World, assert_parity
 

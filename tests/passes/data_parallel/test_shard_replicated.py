@@ -5,15 +5,15 @@ from glob import escape
 import pytest
 import torch
 
-from autopar.ir.placement import Replicate
-from autopar.ir.roles import Gradient, Parameter
+from autopar.core.ir.placement import Replicate
+from autopar.core.ir.roles import Gradient, Parameter
+from autopar.core.plan.partition import Partition
 from autopar.passes.core.collective_ops import axis_of, kind_of, starts, tagged
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.shard_replicated import ShardReplicated
 from autopar.passes.rules.proof.oracle import is_close, shard_tensor, unshard
 from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.partition import Partition
 from autopar.planner.evaluate.zero_shards import shard_replicated
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS

@@ -3,7 +3,7 @@ from dataclasses import replace
 import torch
 from expecttest import assert_expected_inline
 
-from autopar.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
+from autopar.core.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
 from autopar.passes.core.collective_ops import message_bytes, starts, tagged
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes

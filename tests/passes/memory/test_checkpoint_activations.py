@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from autopar.cost_model.kernels.aliases import is_view
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Buffer
+from autopar.core.ir.aliases import is_view
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Buffer
+from autopar.core.plan.recompute import Level
 from autopar.passes.core.node_builder import is_random
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.assign_batch_axis import AssignBatchAxis
@@ -19,7 +20,6 @@ from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.passes.rules.proof.oracle import is_close
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.recompute import Level
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype

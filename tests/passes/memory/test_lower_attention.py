@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from autopar.capture.batch_slices import capture_of_rank
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.placement import Shard
+from autopar.core.ir.roles import Gradient
+from autopar.core.operators.attention import attention, attention_backward
+from autopar.core.operators.random_streams import other_stream
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.placement import Shard
-from autopar.ir.roles import Gradient
-from autopar.operators.attention import attention, attention_backward
-from autopar.operators.random_streams import other_stream
 from autopar.passes.core.node_builder import is_view
 from autopar.passes.core.runner import run_passes
 from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.planner.placement.unmeasured import partition_by_bytes
+from tests.core.operators.test_attention import Layer
 from tests.harness.models import MODELS
-from tests.operators.test_attention import Layer
 from tests.passes.partitions import AXIS, captured, partitioned, whole
 
 

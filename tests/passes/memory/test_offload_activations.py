@@ -2,8 +2,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from autopar.cost_model.storage import is_storage_wait, transfer_of
-from autopar.ir.graph import GraphProperty, TrainingGraph
+from autopar.core.ir.graph import GraphProperty, TrainingGraph
+from autopar.core.ir.messages import is_storage_wait, transfer_of
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.memory.checkpoint_activations import CheckpointActivations

@@ -1,10 +1,10 @@
 import pytest
 from expecttest import assert_expected_inline
 
+from autopar.core.ir.graph import GraphProperty
+from autopar.core.ir.messages import is_stored
+from autopar.core.operators import parameters
 from autopar.cost_model.memory.liveness import Overhead, memory_spans
-from autopar.cost_model.storage import is_stored
-from autopar.ir.graph import GraphProperty
-from autopar.operators import parameters
 from autopar.passes.memory.offload_parameters import OffloadParameters
 from tests.passes.golden import changes, order, two_layers
 from tests.passes.memory.test_offload_activations import gpt, lowered, moves

@@ -1,6 +1,6 @@
 import torch
 
-from autopar.ir.roles import Accumulated, Gradient, Parameter, Saved, Tangent
+from autopar.core.ir.roles import Accumulated, Gradient, Parameter, Saved, Tangent
 from autopar.passes.pipeline_parallel.accumulate_gradients import accumulate_gradients
 from autopar.passes.split_forward_backward import split_forward_backward
 from tests.passes.golden import two_layers

@@ -1,7 +1,7 @@
 """A stage starts its gathers before its input has come, and sends before its reductions end."""
 
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Gradient, Parameter, Saved
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Gradient, Parameter, Saved
 from autopar.passes.core.collective_ops import WAIT_LOWERED, is_lowered_start
 from autopar.passes.pipeline_parallel.split_messages import split_gathers, split_reductions
 from autopar.passes.split_forward_backward import Split, split_forward_backward

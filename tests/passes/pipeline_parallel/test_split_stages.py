@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.cost_model.kernels.aliases import extent_bytes
-from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import (
+from autopar.core.ir.aliases import extent_bytes
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import (
     BatchTotal,
     Gradient,
     MicrobatchPartial,
@@ -18,6 +17,7 @@ from autopar.ir.roles import (
     StageInput,
     StageOutput,
 )
+from autopar.errors import StrategyError
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype
 from tests.passes.golden import two_layers

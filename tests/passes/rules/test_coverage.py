@@ -10,7 +10,7 @@ from operator import getitem
 import pytest
 import torch
 
-from autopar.ir.placement import Shard
+from autopar.core.ir.placement import Shard
 from autopar.passes.rules.registry import is_supported
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.architectures import ARCHITECTURES

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from autopar._torch import FakeTensorMode
-from autopar.ir.graph import tensor_bytes
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.core.ir.graph import tensor_bytes
+from autopar.core.ir.placement import Partial, Placement, Replicate, Shard
 from autopar.passes.core.collective_ops import start_all_to_all
 from autopar.passes.rules.emit_redistribute import RedistributeEmitter
 from autopar.passes.rules.proof.infer_batch_dims import infer_batch_dims

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from autopar.ir.graph import tensors
-from autopar.ir.placement import OpStrategy, Shard
+from autopar.core.ir.graph import tensors
+from autopar.core.ir.placement import OpStrategy, Shard
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, program
 from autopar.passes.rules.operators.partial_linear import linear_strategies

@@ -5,8 +5,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from autopar.ir.graph import TrainingGraph, tensors
-from autopar.ir.roles import Gradient
+from autopar.core.ir.graph import TrainingGraph, tensors
+from autopar.core.ir.roles import Gradient
 from autopar.passes.communication.bucket_tp_gradients import BucketTpGradients
 from autopar.passes.core.collective_ops import start_all_reduce, starts
 from autopar.passes.core.runner import run_passes

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from autopar._torch import FakeTensorMode
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import OpStrategy, Partial, Placement, Replicate
-from autopar.ir.roles import Input, InputRole, Output
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import OpStrategy, Partial, Placement, Replicate
+from autopar.core.ir.roles import Input, InputRole, Output
+from autopar.core.plan.partition import NodeStrategies, by_node_name, operators_hash
 from autopar.passes.core.collective_ops import (
     collective,
     start_all_gather,
@@ -29,7 +30,6 @@ from autopar.passes.rules.proof.spmd_interpreter import run_spmd
 from autopar.passes.rules.registry import loops_of
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
 from autopar.passes.tensor_parallel.partition_in_order import partition_in_order
-from autopar.plan.partition import NodeStrategies, by_node_name, operators_hash
 from autopar.planner.placement.strategies import strategy_choices
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS

@@ -7,12 +7,12 @@ import torch
 from expecttest import assert_expected_inline
 
 import autopar
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import OpStrategy, Partial, Replicate, Shard
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import OpStrategy, Partial, Replicate, Shard
+from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.core.runner import run_passes
 from autopar.passes.rules.proof.oracle import is_close
 from autopar.passes.tensor_parallel.partition_axis import PartitionAxis
-from autopar.plan.partition import NodeStrategies
 from autopar.planner.placement.unmeasured import partition_by_bytes
 from tests.harness.models import MODELS
 from tests.harness.reference import to_dtype

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.mesh_levels import INTRA_NODE, level
-from autopar.ir.placement import Placement, Routed, Shard
-from autopar.operators.routing import route_rows
-from autopar.operators.row_copies import distinct_rows, first_rows, passed_rows, sum_rows
+from autopar.core.ir.mesh_levels import INTRA_NODE, level
+from autopar.core.ir.placement import Placement, Routed, Shard
+from autopar.core.operators.routing import route_rows
+from autopar.core.operators.row_copies import distinct_rows, first_rows, passed_rows, sum_rows
+from autopar.core.plan.plan import Plan
 from autopar.passes.rules.redistribute import redistribute_steps
-from autopar.plan.plan import Plan
 from tests.harness.architectures import Double
 from tests.harness.training import fixed
 from tests.passes import simulated

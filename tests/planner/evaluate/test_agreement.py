@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.common.row_exchange import RECORD_NUMBERS
+from autopar.core.common.row_exchange import RECORD_NUMBERS
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.runtime.agreement.record import encode

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction, RunnerUp, slower
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction, RunnerUp, slower
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.bandwidth_sweep import RATES, ScaledBandwidth, sweep_bandwidth
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.errors import StrategyError
-from autopar.ir.mesh_levels import Levels
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.hierarchical import ALWAYS_FROM, levels_of
 from autopar.planner.machine import Machine
 from tests.harness.models import MODELS

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.storage import UNMEASURED
-from autopar.plan.strategy import Strategy
 from autopar.planner import machine as measuring
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.setup import EvaluationSetup

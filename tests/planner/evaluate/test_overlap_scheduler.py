@@ -7,19 +7,19 @@ from unittest.mock import patch
 
 import pytest
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.compression import Compressions
+from autopar.core.plan.overlap import Overlap
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import NO_SLOWDOWN
 from autopar.cost_model.collectives import Link
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.simulator.step import Simulation, simulate
-from autopar.ir.graph import TrainingGraph
 from autopar.passes.communication.overlap_units import AT_MARK, halves
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_base import Pass
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.compression import Compressions
-from autopar.plan.overlap import Overlap
 from autopar.planner.evaluate.overlap_scheduler import schedule
 from tests.harness.models import MODELS
 from tests.passes.parity import World

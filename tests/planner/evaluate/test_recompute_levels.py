@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.plan.recompute import ALL_LEVELS
+from autopar.core.plan.recompute import ALL_LEVELS
 from autopar.planner.evaluate.candidate import default_config
 from examples.plan_llama import Llama, Size
 from tests.planner.problems import evaluator_of, problem_of

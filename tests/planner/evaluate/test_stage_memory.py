@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from autopar.core.ir.roles import Gradient, Parameter, StageInput, StageOutput
+from autopar.core.schedules import orders
 from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.cost_model.simulator.pipeline_transfers import inputs_ahead, with_transfers
-from autopar.cost_model.simulator.schedules import orders
-from autopar.ir.roles import Gradient, Parameter, StageInput, StageOutput
 from autopar.planner.evaluate.stage_memory import (
     PhaseMemory,
     StageMemory,

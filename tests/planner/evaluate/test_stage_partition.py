@@ -3,7 +3,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from autopar.cost_model.simulator.schedules import stage_ranks
+from autopar.core.schedules import stage_ranks
 from autopar.planner.evaluate.stage_partition import SLACK, Segment, partition_stages
 
 

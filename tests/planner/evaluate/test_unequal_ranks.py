@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.core.plan.prediction import StagePrediction
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.plan.prediction import StagePrediction
 from tests.planner.problems import evaluator_of, problem_of
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)

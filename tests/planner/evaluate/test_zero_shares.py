@@ -7,10 +7,10 @@ from math import prod
 import pytest
 import torch
 
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import Shard, shard_dim
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.placement import Shard, shard_dim
+from autopar.core.plan.partition import Partition
 from autopar.passes.rules.local_args import local_shape
-from autopar.plan.partition import Partition
 from autopar.planner.evaluate.zero_shards import shard_replicated
 
 EXPERTS = 8

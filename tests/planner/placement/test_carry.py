@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.capture.batch_slices import capture_of_rank
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
 from autopar.planner.machine import known_machine
 from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.problem import PlanningProblem

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from autopar.core.ir.graph import ParameterInfo
+from autopar.core.ir.placement import Partial, Placement, Replicate, Shard
+from autopar.core.ir.roles import Parameter
 from autopar.errors import StrategyError
-from autopar.ir.graph import ParameterInfo
-from autopar.ir.placement import Partial, Placement, Replicate, Shard
-from autopar.ir.roles import Parameter
 from autopar.planner.placement.constraints import resolve_constraints
 from autopar.planner.placement.ilp import solve
 from tests.planner.blocks import GPTBlock, Stack, captured

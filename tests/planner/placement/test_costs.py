@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.core.ir.signature import signature, time_key
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
-from autopar.cost_model.kernels.signature import signature, time_key
 from autopar.cost_model.measurement.operator_times import OperatorTimes
 from autopar.cost_model.measurement.timing_context import Timing
 from autopar.passes.rules.loops import Operator, split_loop

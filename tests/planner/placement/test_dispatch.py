@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.mesh_levels import Levels
+from autopar.core.operators.row_copies import distinct_share
 from autopar.cost_model.cluster.cluster import Cluster
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.mesh_levels import Levels
-from autopar.operators.row_copies import distinct_share
 from autopar.planner.placement.dispatch import Dispatch, dispatch_along, tokens_along
 from autopar.planner.placement.solve import costs_along
 from tests.planner.blocks import captured

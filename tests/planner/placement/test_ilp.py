@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.core.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
+from autopar.core.ir.placement import OpStrategy, Placement, Replicate, Shard
+from autopar.core.ir.roles import Gradient, Parameter
 from autopar.cost_model.kernels.timing import flops_of
 from autopar.errors import StrategyError
-from autopar.ir.graph import TrainingGraph, Value, tensor_bytes, tensors
-from autopar.ir.placement import OpStrategy, Placement, Replicate, Shard
-from autopar.ir.roles import Gradient, Parameter
 from autopar.passes.core.collective_ops import value_of
 from autopar.passes.rules.local_args import local_bytes
 from autopar.passes.rules.redistribute import redistribute_steps

@@ -7,17 +7,17 @@ import torch
 
 import autopar
 from autopar._torch import OpOverload
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.placement import OpStrategy
+from autopar.core.operators.attention import attention, attention_backward
+from autopar.core.operators.attention_blocks import BLOCKS
+from autopar.core.plan.strategy import RING_DECLINED
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.measurement.operator_times import OperatorTimes
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.placement import OpStrategy
-from autopar.operators.attention import attention, attention_backward
-from autopar.operators.attention_blocks import BLOCKS
 from autopar.passes.rules.loops import Operator, split_loop
 from autopar.passes.rules.lowerings.registry import program
 from autopar.passes.rules.lowerings.ring_attention import RING, ring_loops
-from autopar.plan.strategy import RING_DECLINED
 from autopar.planner.placement.costs import PlacementCosts
 from autopar.planner.placement.solve import partition
 from autopar.planner.placement.unmeasured import partition_by_bytes

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from torch import nn
 
-from autopar.ir.placement import Shard
+from autopar.core.ir.placement import Shard
 from autopar.planner.placement.solve import costs_along, partition
 from autopar.planner.placement.table import PlacementTable, placement_tables
 from tests.planner.blocks import GPTBlock, Stack, captured

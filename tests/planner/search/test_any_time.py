@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import autopar
-from autopar.common.deadline import Deadline
-from autopar.driver import offline
-from autopar.plan.plan import Plan
-from autopar.plan.search_outcome import SearchOutcome
+from autopar.core.common.deadline import Deadline
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.search_outcome import SearchOutcome
 from autopar.planner.search.mesh_search import SearchProgress
+from autopar.session import offline
 from tests.planner.blocks import GPTBlock, Stack
 
 

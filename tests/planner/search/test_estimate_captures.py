@@ -9,10 +9,10 @@ from torch import nn
 
 import autopar
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError
-from autopar.ir.graph import TrainingGraph
-from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.estimate_captures import MeshEstimator, kinds_of, with_num_layers
 from autopar.planner.search.mesh_estimate import MeshEstimate

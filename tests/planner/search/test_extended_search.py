@@ -10,14 +10,14 @@ from torch import nn
 
 import autopar
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
-from autopar.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.strategy import Strategy
 from autopar.passes.communication.bucket_collectives import BucketCollectives, propose_buckets
 from autopar.passes.core.collective_ops import start_all_gather, starts
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
-from autopar.plan.layout import Layout
-from autopar.plan.plan import Plan
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.machine import known_machine
 from autopar.planner.problem import PlanningProblem, SearchContext

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.strategy import Strategy
 from autopar.errors import OutOfMemoryError
-from autopar.plan.prediction import Prediction
-from autopar.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate, default_config
 from autopar.planner.search.fixed_mesh import LEANER, else_leaner
 from tests.harness.models import MODELS

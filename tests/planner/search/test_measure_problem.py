@@ -7,8 +7,8 @@ import pytest
 
 import autopar
 from autopar.capture.batch_slices import capture_of_rank
+from autopar.core.ir.graph import TrainingGraph
 from autopar.cost_model.measurement.step_replay import SINGLE_RANK, TimedProgram
-from autopar.ir.graph import TrainingGraph
 from autopar.planner.search import measure_problem as measuring
 from autopar.planner.search.measure_problem import strategies_to_replay
 from tests.harness.models import MODELS

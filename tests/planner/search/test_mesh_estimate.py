@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from torch import nn
 
+from autopar.core.plan.strategy import Strategy
+from autopar.core.schedules import orders
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cost import ZERO_COST
 from autopar.cost_model.memory.liveness import Overhead
 from autopar.cost_model.simulator.pipeline import StageCost, simulate_pipeline
-from autopar.cost_model.simulator.schedules import orders
-from autopar.plan.strategy import Strategy
 from autopar.planner.machine import Machine
 from autopar.planner.search.mesh_estimate import (
     FORWARD_SHARE,

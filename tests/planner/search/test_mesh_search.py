@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.common.deadline import TimeIsOver
+from autopar.core.common.deadline import TimeIsOver
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.strategy import Strategy
 from autopar.errors import BatchError, CaptureError, OutOfMemoryError, PlanError
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.mesh_search import (

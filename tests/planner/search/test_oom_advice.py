@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
+from autopar.cli.main import main
+from autopar.core.plan.plan import Plan
+from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.errors import BatchError, Change, OutOfMemoryError
-from autopar.plan.plan import Plan
-from autopar.plan.prediction import Prediction
-from autopar.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
 from autopar.planner.search.oom_advice import MakePlan, plan_or_advise
 from tests.harness.models import MODELS

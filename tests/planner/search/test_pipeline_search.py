@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.common import notices
+from autopar.core.common import notices
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.roofline import STREAMED
 from autopar.errors import BatchError, OutOfMemoryError, StrategyError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.ir.graph import ParameterInfo
+from autopar.core.ir.graph import ParameterInfo
 from autopar.planner.search.state_bytes import least_gathered_bytes, least_state_bytes, padding
 
 

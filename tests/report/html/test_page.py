@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.report_data import ReportData
 from autopar.cost_model.memory.liveness import CATEGORIES
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.plan.layout import Layout
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.report_data import ReportData
 from autopar.report.event_names import EventNames
 from autopar.report.html.alternatives import alternatives
 from autopar.report.html.lanes import MOST_PIECES, WIDTH, lanes_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.common.row_exchange import RECORD_NUMBERS
+from autopar.core.common.row_exchange import RECORD_NUMBERS
 from autopar.runtime.agreement.record import MAX_ENTRIES, Entry, describe_entry, encode
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.common.notices import ISSUED
+from autopar.core.common.notices import ISSUED
 from autopar.runtime.agreement.consensus import gather_objects
 from tests.harness.training import ADAMW, close, fixed, whole_state
 from tests.harness.worlds import run

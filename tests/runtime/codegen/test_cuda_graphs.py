@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.driver import build_module
+from autopar.core.ir.roles import Input, Output
+from autopar.core.operators.random_streams import ON_STREAM
 from autopar.errors import StrategyError
-from autopar.ir.roles import Input, Output
-from autopar.operators.random_streams import ON_STREAM
 from autopar.runtime.codegen import cuda_graphs
 from autopar.runtime.codegen.cuda_graphs import check_graph, check_machine, check_strategy
+from autopar.session import build_module
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.harness.models import MODELS
 from tests.harness.training import fixed

@@ -5,15 +5,15 @@ import torch
 from torch import fx
 
 from autopar._torch import BoxedCodeGen
-from autopar.cost_model.kernels.signature import time_key
+from autopar.core.ir.roles import Input, Output
+from autopar.core.ir.signature import time_key
 from autopar.cost_model.simulator.streams import COMPUTE
-from autopar.ir.roles import Input, Output
-from autopar.profiler.calibration import TimedCollectives, calibrated
 from autopar.runtime.codegen.clocks import DeviceClock, HostClock
 from autopar.runtime.codegen.recorder import LAUNCH, Recorder
+from autopar.session.profiler.calibration import TimedCollectives, calibrated
 from tests.cost_model.sketch import Sketch, aten, c10d
 from tests.harness.fake_cuda import FakeCuda
-from tests.profiler.test_calibration import machine
+from tests.session.profiler.test_calibration import machine
 
 MS = 1e-3
 

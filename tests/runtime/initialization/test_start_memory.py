@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 import autopar
 from autopar._torch import FakeTensorMode
-from autopar.plan.layout import Layout
+from autopar.core.plan.layout import Layout
 from autopar.runtime.initialization import deferred, initialize
 from autopar.runtime.initialization.deferred import DeferredValues
 from autopar.runtime.parameters.distribute import is_remote, local_part

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.common.notices import ISSUED
+from autopar.core.common.notices import ISSUED
 from autopar.errors import AutoparWarning, NumericsWarning, StrategyError
 from autopar.runtime.parameters.optimizers import leave_out_of_optimizers
 from autopar.runtime.parameters.remote import mark_remote

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.graph import tensors
+from autopar.core.ir.graph import tensors
 from autopar.runtime.border.lazy_rows import LazyRows
 from autopar.runtime.codegen.absent_rows import AbsentRows
 from tests.harness.training import fixed

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.ir.mesh_levels import DATA_AXIS
-from autopar.plan.layout import Layout
-from autopar.plan.pipeline import Pipeline
-from autopar.plan.plan import Plan
+from autopar.core.ir.mesh_levels import DATA_AXIS
+from autopar.core.plan.layout import Layout
+from autopar.core.plan.pipeline import Pipeline
+from autopar.core.plan.plan import Plan
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.parameters.distribute import is_remote
 from tests.harness.models import MODELS

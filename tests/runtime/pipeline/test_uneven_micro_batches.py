@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.common.notices import ISSUED
-from autopar.ir.batch_slicing import BatchSlices
+from autopar.core.common.notices import ISSUED
+from autopar.core.ir.batch_slicing import BatchSlices
 from tests.harness.models import MODELS
 from tests.harness.training import Pair, close, rows_of
 from tests.harness.worlds import run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.common import notices
+from autopar.core.common import notices
 from autopar.errors import NumericsWarning
 from tests.harness.training import fixed
 from tests.harness.worlds import run

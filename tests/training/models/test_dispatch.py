@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.ir.placement import Shard
+from autopar.core.ir.placement import Shard
 from tests.harness.architectures import EXPERTS
 from tests.harness.reference import (
     Reference,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import autopar
-from autopar.driver.inspect import program_text
-from autopar.ir.placement import Shard
+from autopar.core.ir.placement import Shard
 from autopar.planner.evaluate import hierarchical
+from autopar.session.inspect import program_text
 from tests.harness.architectures import ARCHITECTURES, EXPERTS
 from tests.harness.models import MODELS, Case
 from tests.harness.reference import Reference, batches, reference, train_steps

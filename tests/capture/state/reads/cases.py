@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.common import notices
+from autopar.core.common import notices
 from tests.capture.state.reads import places, values
 from tests.harness.training import fixed
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from autopar.ir.placement import OpStrategy
-from autopar.operators.attention import attention, attention_backward
+from autopar.core.ir.placement import OpStrategy
+from autopar.core.operators.attention import attention, attention_backward
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import CUSTOM_LOWERINGS, lowering_loops
 from autopar.passes.rules.proof.oracle import is_correct, run_operator

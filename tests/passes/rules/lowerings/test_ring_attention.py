@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import tensor_bytes
-from autopar.ir.placement import OpStrategy
-from autopar.operators.attention import attention, attention_backward
+from autopar.core.ir.graph import tensor_bytes
+from autopar.core.ir.placement import OpStrategy
+from autopar.core.operators.attention import attention, attention_backward
 from autopar.passes.core.collective_ops import message_bytes, start_permute
 from autopar.passes.rules.loops import Operator, feasible_loops, split_loop
 from autopar.passes.rules.lowerings.registry import lowering_loops, program

@@ -10,9 +10,9 @@ from torch import fx
 
 import autopar
 from autopar._torch import FakeTensor, FakeTensorMode
+from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.roles import Input, Output
 from autopar.errors import MeasurementWarning
-from autopar.ir.graph import TrainingGraph
-from autopar.ir.roles import Input, Output
 from autopar.passes.core.node_builder import call
 from autopar.passes.rules.loops import DimAccess, Loop, Operator, split_loop
 from autopar.passes.rules.notes import unsupported_notes

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.ir.placement import OpStrategy
+from autopar.core.ir.placement import OpStrategy
 from autopar.passes.rules.loops import Loop, Operator, feasible_loops, split_loop
 from autopar.passes.rules.proof.oracle import run_operator
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from autopar.operators import attention, attention_blocks
-from autopar.operators.checked import checked
-from autopar.operators.ctc import ctc_nll, ctc_nll_backward
-from autopar.operators.experts import expert_mm, expert_outer
+from autopar.core.operators import attention, attention_blocks
+from autopar.core.operators.checked import checked
+from autopar.core.operators.ctc import ctc_nll, ctc_nll_backward
+from autopar.core.operators.experts import expert_mm, expert_outer
 from autopar.passes.rules.loops import overloads
 from autopar.passes.rules.lowerings.losses import BACKWARDS, LOSSES
 from tests.passes.rules.samples.draw import Draw, sample
