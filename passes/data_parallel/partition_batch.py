@@ -47,6 +47,7 @@ from autopar.passes.data_parallel.strategy_choice import batch_dims_after
 from autopar.passes.rules.local_args import local_shape
 from autopar.passes.rules.loops import Operator
 from autopar.passes.rules.lowerings.registry import lower
+from autopar.passes.tensor_parallel.memory_formats import with_strides_of
 from autopar.passes.tensor_parallel.partition_axis import Partitioner
 
 WHOLE, PARTIAL, VARYING = Replicate(), Partial(), Varying()
@@ -187,7 +188,7 @@ class _BatchPartitioner(Partitioner):
         for index, result in enumerate(results):
             if result is not None:
                 placement = op_strategy.results[index]
-                result = self.with_strides_of(elements(node)[index], result, node)
+                result = with_strides_of(self.graph, elements(node)[index], result, node)
                 self.annotate_after(last, varying=True)
                 self.annotate(result, placement)
                 self.local[Value(node, index)] = (result, placement)
@@ -216,7 +217,7 @@ class _BatchPartitioner(Partitioner):
                 moved = self.redistributor(reader).write(move, node, tuple(value.tensor.shape))
                 if move.after == wanted:
                     self.annotate_after(last)
-                    moved = self.with_strides_of(value.tensor, moved, reader)
+                    moved = with_strides_of(self.graph, value.tensor, moved, reader)
                 self.annotate_after(last)
                 self.annotate(moved, move.after)
                 self.redistributed[key] = moved

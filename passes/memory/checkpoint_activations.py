@@ -65,7 +65,7 @@ class CheckpointActivations(Pass):
     Before: the backward of a joint graph reads any forward value. After: the backward reads the
     values in a minimum cut by bytes, and recomputes others right before their first use. Random
     operators never run again. Collectives do at level "everything", and all-gathers at each but
-    "none". Tier: exact.
+    "none"; at "selective" and "full" only if ranks have parts of one size. Tier: exact.
 
     | level | recomputes |
     |---|---|
@@ -126,7 +126,7 @@ class MinCut:
         nodes = list(graph.graph.nodes)
         self.nodes = nodes[: nodes.index(graph.backward_start)]
         self.index = {node: i for i, node in enumerate(self.nodes)}
-        self.levels, self.fuses = levels, fuses
+        self.levels, self.fuses, self.is_uneven = levels, fuses, graph.is_uneven
         changed = {role.of for role in graph.outputs if isinstance(role, Update)}
         roles = zip(graph.placeholders, graph.inputs, strict=True)
         self.changed = {node for node, role in roles if role in changed}
@@ -186,7 +186,9 @@ class MinCut:
             maker = maker.all_input_nodes[0]
         level = self.levels.get(node.meta["block"], "none")
         sent = maker.target in STARTS or maker.target is wait
-        again = level == "everything" or (level != "none" and _is_gathered(maker))
+        # Ranks with other sizes weigh values differently, and must not gather others again.
+        gathers = level == "regather" or (level != "none" and not self.is_uneven)
+        again = level == "everything" or (gathers and _is_gathered(maker))
         if is_random(maker) or (sent and not again):
             return True
         if any(n in self.changed for n in node.all_input_nodes):

@@ -21,12 +21,18 @@ from autopar.core.ir.graph import (
     ParameterInfo,
     TrainingGraph,
     Value,
-    dense_strides,
     elements,
     operands,
-    tensors,
 )
-from autopar.core.ir.placement import AxisShard, OpStrategy, Placement, Replicate, Routed, Shard
+from autopar.core.ir.placement import (
+    AxisShard,
+    OpStrategy,
+    Placement,
+    Replicate,
+    Routed,
+    Shard,
+    is_even,
+)
 from autopar.core.ir.roles import Gradient, InputRole, Output, OutputRole, Parameter
 from autopar.core.plan.partition import NodeStrategies
 from autopar.passes.core.collective_ops import (
@@ -36,11 +42,11 @@ from autopar.passes.core.collective_ops import (
     value_of,
     wait,
 )
-from autopar.passes.core.node_builder import aten, call, result_of
+from autopar.passes.core.node_builder import aten, result_of
 from autopar.passes.core.node_builder import value as fakes
 from autopar.passes.core.pass_base import Pass, PassResult
 from autopar.passes.core.untrained_outputs import is_returned_by, returned_as, untrained_outputs
-from autopar.passes.rules.emit_redistribute import RedistributeEmitter, can_view
+from autopar.passes.rules.emit_redistribute import RedistributeEmitter
 from autopar.passes.rules.local_args import local_arguments, local_shape
 from autopar.passes.rules.loops import Operator, replicated
 from autopar.passes.rules.lowerings.context import LoweringContext
@@ -53,6 +59,11 @@ from autopar.passes.rules.proof.infer_batch_dims import (
 )
 from autopar.passes.rules.redistribute import RedistributeStep
 from autopar.passes.rules.routed_rows import Region, is_routed, regions_of
+from autopar.passes.tensor_parallel.memory_formats import (
+    inherited,
+    make_viewable,
+    with_strides_of,
+)
 from autopar.passes.tensor_parallel.row_router import RowRouter
 
 WHOLE = Replicate()
@@ -147,6 +158,8 @@ class Partitioner:
             shape = local_shape(info.shape, placement, self.ranks, self.rank)
             return replace(info, shape=tuple(shape))
 
+        places = ((elements(v.node)[v.index], place) for v, (_, place) in self.local.items())
+        even = all(t is None or is_even(t.shape, place, self.ranks) for t, place in places)
         notes = unsupported_notes(self.source, self.axis)
         if self.parameter_placements:
             notes += indivisible_notes(self.source, self.op_strategies, self.axis)
@@ -157,6 +170,7 @@ class Partitioner:
             partitioned=(*self.source.partitioned, self.axis),
             notes=(*self.source.notes, *notes),
             output_shards=self.output_shards,
+            is_uneven=self.source.is_uneven or not even,
         )
 
     # Nodes.
@@ -193,7 +207,7 @@ class Partitioner:
             return self.lower(node, operator, op_strategy, shards)
         local = local_arguments(operator, op_strategy, shards, self.ranks, self.rank)
         if local.target in VIEWS:
-            local = self.make_viewable(local, node)
+            local = make_viewable(self.graph, local, node)
         return self.write(node, local.target, local.args, local.kwargs, op_strategy.results)
 
     def reduce_gradient(self, node: fx.Node) -> None:
@@ -230,7 +244,7 @@ class Partitioner:
         for index, result in enumerate(results):
             if result is not None:
                 if index in items:
-                    result.meta |= _inherited(items[index], "placement")
+                    result.meta |= inherited(items[index], "placement")
                 self.local[Value(node, index)] = (result, op_strategy.results[index])
 
     def lowering_context(
@@ -284,16 +298,6 @@ class Partitioner:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), whole)
         self.write(node, node.target, args, kwargs, [WHOLE] * len(elements(node)))
 
-    def make_viewable(self, local: Operator, node: fx.Node) -> Operator:
-        """A view of a shard, or of a copy of it if its strides do not allow the view."""
-        source, shape, *rest = local.args
-        if can_view(tensors(source)[0], shape):
-            return local
-        contiguous = torch.contiguous_format
-        copy = call(self.graph, node, aten.clone.default, source, memory_format=contiguous)
-        copy.meta |= _inherited(source, "batch_dims", "placement")
-        return replace(local, args=(copy, shape, *rest))
-
     # Redistribution.
 
     def operand(self, value: Value, wanted: Placement, reader: fx.Node) -> fx.Node:
@@ -311,7 +315,7 @@ class Partitioner:
                 self.redistributed[key] = self.redistribute(step, node, value.tensor.shape, reader)
             node = self.redistributed[key]
         if steps and not isinstance(wanted, Routed):  # rows are routed once for each layer
-            node = self.with_strides_of(value.tensor, node, reader)
+            node = with_strides_of(self.graph, value.tensor, node, reader)
             self.redistributed[value, wanted] = node
         return node
 
@@ -332,31 +336,6 @@ class Partitioner:
             for new in self.nodes_after(last):
                 new.meta["stage"] = stage
         return self.router.routed[key]
-
-    def with_strides_of(self, whole: torch.Tensor, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """A redistributed value in the memory format of the unsharded tensor.
-
-        Some kernels compute wrong results if the memory formats of their operands differ.
-        """
-        local = tensors(node)[0]
-        wanted = dense_strides(local.shape, whole.stride())
-        strides = zip(local.shape, local.stride(), wanted, strict=True)
-        if not local.numel() or all(n < 2 or not s or have == s for n, have, s in strides):
-            return node  # strides of dims of size 1 and of expanded dims do not matter
-        order = sorted(range(local.dim()), key=lambda dim: (-wanted[dim], dim))
-        inverse = [order.index(dim) for dim in range(local.dim())]
-        contiguous = torch.contiguous_format
-        moved = call(self.graph, reader, aten.permute.default, node, order)
-        copy = call(self.graph, reader, aten.clone.default, moved, memory_format=contiguous)
-        result = call(self.graph, reader, aten.permute.default, copy, inverse)
-        if "batch_dims" in node.meta:
-            (rows,) = node.meta["batch_dims"]
-            moved_rows = tuple(order.index(dim) for dim in rows)
-            for new, dims in ((moved, moved_rows), (copy, moved_rows), (result, rows)):
-                new.meta["batch_dims"] = (dims,)
-        for new in (moved, copy, result):
-            new.meta |= _inherited(node, "placement")
-        return result
 
     def redistribute(
         self, step: RedistributeStep, node: fx.Node, shape: Sequence[int], reader: fx.Node
@@ -442,7 +421,3 @@ class Partitioner:
         if "placement" in source.meta:
             for node in self.nodes_after(last):
                 node.meta.setdefault("placement", source.meta["placement"])
-
-
-def _inherited(node: fx.Node, *keys: str) -> dict[str, Any]:
-    return {key: node.meta[key] for key in keys if key in node.meta}

@@ -78,6 +78,7 @@ class TrainingGraph:
         notes: limitations to show to the user.
         disposable: whether `copy` may return the fx graph itself, because nothing else uses it.
         output_shards: divisions, one after the other, of each output that is returned in parts.
+        is_uneven: whether ranks have parts of other sizes of some value, or may have in a step.
     """
 
     graph: fx.Graph
@@ -95,6 +96,7 @@ class TrainingGraph:
     output_shards: Mapping[int, tuple[AxisShard, ...]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    is_uneven: bool = False
 
     def copy(self) -> TrainingGraph:
         """A copy that shares no nodes with this graph."""

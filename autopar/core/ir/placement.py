@@ -234,6 +234,13 @@ def unevenness(size: int, ranks: int) -> float:
     return chunk_of(size, ranks, 0)[1] * ranks / size if size else math.inf
 
 
+def is_even(shape: Sequence[int], placement: Placement, ranks: int) -> bool:
+    """Whether all ranks have parts of one size of a tensor, in every step."""
+    if not isinstance(placement, Shard):
+        return True
+    return not isinstance(placement, Routed) and unevenness(shape[placement.dim], ranks) == 1.0
+
+
 def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     """Number of rows of each part of a batch; parts differ by at most one row.
 

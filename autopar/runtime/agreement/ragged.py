@@ -22,7 +22,7 @@ SIZES_ADVICE = (
 
 RECOMPUTE_ADVICE = (
     "Ranks whose parts of a tensor are uneven may compute other messages again: give "
-    'recompute="none", which keeps what was received, or sizes that the ranks divide.'
+    'recompute="full", which keeps what was received, or sizes that the ranks divide.'
 )
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from autopar import waiting
+from autopar.core import waiting
 from autopar.core.waiting import awaited
 
 
