@@ -218,7 +218,7 @@ def main() -> int:
     if unknown := set(models) - set(CASES):
         parser.error(f"there is no {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
     torch.set_num_threads(1)
-    results = []
+    results, counts = list[Result](), dict[str, int]()
     for seed in range(arguments.seed, arguments.seed + arguments.draws):
         result = measure(Draw.of(seed, models))
         results.append(result)
@@ -226,11 +226,11 @@ def main() -> int:
             console.print(
                 f"{result.outcome} {result.error}: {result.draw} {result.message}", markup=False
             )
-    counts = dict(Counter(result.outcome for result in results))
+        counts = dict(Counter(result.outcome for result in results))
+        if arguments.json:
+            rows = [asdict(result) for result in results]
+            save(arguments.json, {**about(), "counts": counts, "rows": rows})
     console.print(f"{counts} in {time.monotonic() - begin:.0f} s")
-    if arguments.json:
-        rows = [asdict(result) for result in results]
-        save(arguments.json, {**about(), "counts": counts, "rows": rows})
     return int(bool(counts.keys() & {"silent", "raw"}))
 
 
