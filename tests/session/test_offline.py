@@ -49,6 +49,14 @@ def test_a_plan_is_lowered_whole_under_its_own_decisions() -> None:
         assert not whole.bucket_bytes
 
 
+def test_a_search_plans_a_batch_of_one_row() -> None:
+    model, inputs = Tower(), (torch.empty(1, 4096, 64, device="meta"),)
+    cluster = autopar.Cluster.named("dgx-h100", 1)
+    strategy = Strategy(search=("cp",), zero=0)
+    plan = autopar.plan(model, 2, example_inputs=inputs, cluster=cluster, strategy=strategy)
+    assert dict(plan.mesh)["cp"] == 2
+
+
 def test_fully_shard_that_fits_with_recomputation_is_the_baseline() -> None:
     model, inputs = Tower(), (torch.empty(1 << 16, 64, device="meta"),)
     cluster = autopar.Cluster.named("dgx-h100", 2)

@@ -116,7 +116,10 @@ class MeshEstimator:
     @cached_property
     def _rows(self) -> int:
         # One slice would be the whole batch, of which `rows_of` returns 0.
-        return 2 * rows_of(self._graph((SAMPLED_LAYERS,) * len(self._kinds), 2)[0])
+        try:
+            return 2 * rows_of(self._graph((SAMPLED_LAYERS,) * len(self._kinds), 2)[0])
+        except BatchError:
+            return 1  # as of a long row, which cannot be cut in two
 
     def _capture(
         self, layers: tuple[int, ...], slices: int
