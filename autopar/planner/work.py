@@ -30,10 +30,10 @@ def work_of(graph: TrainingGraph, parts: int, cluster: Cluster, dtype: str) -> W
     device = cluster.figures or find_device(cluster.device)
     rates = device.flops_per_s if device is not None else {}
     pairs = zip(graph.inputs, graph.placeholders, strict=True)
-    given = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
-    rows = next((v.shape[0] for v in given if v.dim()), 0)
-    whole = (v for v in given if v.dim() == 2 and not v.dtype.is_floating_point)
-    tokens = next((v.numel() for v in whole), 0)
+    inputs = [tensors(node)[0] for role, node in pairs if isinstance(role, Input)]
+    rows = next((v.shape[0] for v in inputs if v.dim()), 0)
+    sequences = (v for v in inputs if v.dim() == 2 and not v.dtype.is_floating_point)
+    tokens = next((v.numel() for v in sequences), 0)
     return Work(
         rows=rows * parts,
         tokens=tokens * parts,

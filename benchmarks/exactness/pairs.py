@@ -31,7 +31,7 @@ from benchmarks.report import about, save, wide_console
 from tests.harness.architectures import ARCHITECTURES
 from tests.harness.architectures import EXPERTS as MIXTURES
 from tests.harness.models import MODELS, Case
-from tests.harness.reference import to_dtype, worst_error
+from tests.harness.reference import Reference, batches, to_dtype, worst_error, worst_loss
 from tests.harness.training import EXACT, SGD, fixed, whole_state
 from tests.harness.worlds import RankError, run
 
@@ -86,10 +86,9 @@ class Result:
 
 
 class RankResult(NamedTuple):
-    """Losses, last whole state and warnings of autopar of one rank."""
+    """Training of one rank, and autopar's warnings of differences."""
 
-    losses: list[float]
-    state: dict[str, Tensor]
+    training: Reference
     told: list[str]
 
 
@@ -141,10 +140,10 @@ def train_pair(rank: int, world_size: int, draw: Draw) -> RankResult:
             losses += train_steps(model, optimizer, case, draw, seeds, model.clip_grad_norm_)
             states = [model.full_state_dict(), model.full_optimizer_state_dict(optimizer)]
     told = [str(each.message) for each in caught if issubclass(each.category, DIFFERENCES)]
-    return RankResult(losses, whole_state(model), told)
+    return RankResult(Reference(losses, whole_state(model)), told)
 
 
-def train_plain(draw: Draw) -> RankResult:
+def train_plain(draw: Draw) -> Reference:
     """Trains the plain model on one process."""
     model = CASES[draw.model].make().double()
     optimizer = SGD(model.parameters())
@@ -154,7 +153,7 @@ def train_plain(draw: Draw) -> RankResult:
         return nn.utils.clip_grad_norm_(model.parameters(), limit)
 
     losses = train_steps(model, optimizer, CASES[draw.model], draw, seeds, clip)
-    return RankResult(losses, model.state_dict(), [])
+    return Reference(losses, model.state_dict())
 
 
 def train_steps(
@@ -167,8 +166,7 @@ def train_steps(
 ) -> list[float]:
     """Losses of some steps."""
     losses = []
-    for seed in seeds:
-        arguments, named = to_dtype(case.batch(draw.rows, seed), torch.float64)
+    for arguments, named in batches(case, seeds, draw.rows, torch.float64):
         loss = case.loss(model(*arguments, **named))
         loss.backward()
         if draw.clip:
@@ -192,18 +190,16 @@ def measure(draw: Draw) -> Result:
     except TimeoutError as error:
         return Result(draw, "raw", message=f"hang: {error}"[:400])
     plain = train_plain(draw)
-    worst = max(error_of(answer, plain) for answer in answers)
+    worst = max(error_of(answer.training, plain) for answer in answers)
     told = next((text for answer in answers for text in answer.told), "")
     if worst <= EXACT[torch.float64]:
         return Result(draw, "exact", worst, told[:400])
     return Result(draw, "told" if told else "silent", worst, told[:400])
 
 
-def error_of(answer: RankResult, plain: RankResult) -> float:
+def error_of(training: Reference, plain: Reference) -> float:
     """Largest relative difference of a loss or a tensor of the state."""
-    pairs = zip(answer.losses, plain.losses, strict=True)
-    loss = max(abs(x - y) / max(abs(y), 1e-12) for x, y in pairs)
-    return max(loss, worst_error(answer.state, plain.state)[0])
+    return max(worst_loss(training, plain), worst_error(training.state, plain.state)[0])
 
 
 def main() -> int:

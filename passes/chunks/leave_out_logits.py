@@ -9,9 +9,10 @@ from torch import fx
 
 from autopar.core.common.notices import BorderNote
 from autopar.core.ir.graph import TrainingGraph, tensors
-from autopar.core.ir.roles import Output, OutputRole, Tangent
+from autopar.core.ir.roles import Output, OutputRole
 from autopar.passes.chunks.row_search import HEADS
 from autopar.passes.core.pass_base import Pass, PassResult
+from autopar.passes.core.untrained_outputs import outputs_beside_a_loss
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,12 @@ def without_logits(graph: TrainingGraph) -> TrainingGraph | None:
 
     One scalar with a gradient remains, so that the model is trained by it.
     """
-    table = dict(zip(graph.outputs, graph.results, strict=True))
-    trained = {role.index for role in graph.inputs if isinstance(role, Tangent)}
-    losses = [n for r, n in table.items() if isinstance(r, Output) and r.index in trained and n]
-    if not any(tensors(loss)[0].numel() == 1 for loss in losses):
-        return None
-    dropped = {
-        role: node
-        for role, node in table.items()
-        if isinstance(role, Output) and role.index not in trained and node is not None
-        if _is_of_product(node)
-    }
-    kept = {role: node for role, node in table.items() if role not in dropped}
+    beside = outputs_beside_a_loss(graph).items()
+    dropped = {role: node for role, node in beside if _is_of_product(node)}
     if not dropped:
         return None
+    table = zip(graph.outputs, graph.results, strict=True)
+    kept = {role: node for role, node in table if role not in dropped}
     graph.output_node.args = (list(kept.values()),)
     for node in dropped.values():
         _erase_unread(graph.graph, node)

@@ -35,5 +35,5 @@ def sends_routed_rows(node: fx.Node) -> bool:
 
 
 def _counts_copies(node: fx.Node) -> bool:
-    counts = node.target is row_counts and len(node.args) < 3
-    return counts or node.target is arriving_rows
+    is_distinct = len(node.args) > 2 and node.args[2]
+    return (node.target is row_counts and not is_distinct) or node.target is arriving_rows

@@ -20,17 +20,19 @@ def untrained_outputs(graph: TrainingGraph) -> frozenset[Output]:
     """
     if graph.axes.get("pp", 1) > 1:
         return frozenset()  # its results are those of all micro-batches
+    beside = outputs_beside_a_loss(graph).items()
+    return frozenset(role for role, node in beside if storage_owner(node).op == "call_function")
+
+
+def outputs_beside_a_loss(graph: TrainingGraph) -> dict[Output, fx.Node]:
+    """Outputs without a gradient, beside a number that has one; none without such a number."""
     trained = {role.index for role in graph.inputs if isinstance(role, Tangent)}
     pairs = zip(graph.outputs, graph.results, strict=True)
-    found = {role: node for role, node in pairs if isinstance(role, Output) and node is not None}
-    losses = (tensors(node)[0] for role, node in found.items() if role.index in trained)
+    outputs = {role: node for role, node in pairs if isinstance(role, Output) and node is not None}
+    losses = (tensors(node)[0] for role, node in outputs.items() if role.index in trained)
     if not any(loss.numel() == 1 for loss in losses):
-        return frozenset()
-    return frozenset(
-        role
-        for role, node in found.items()
-        if role.index not in trained and storage_owner(node).op == "call_function"
-    )
+        return {}
+    return {role: node for role, node in outputs.items() if role.index not in trained}
 
 
 def returned_as(placement: Placement) -> Placement:

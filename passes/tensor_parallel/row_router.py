@@ -147,11 +147,14 @@ class RowRouter:
         self.counts[received, like.meta["phase"]] = numbers
         return way
 
-    def count(self, counts: fx.Node, rows: int, like: fx.Node) -> fx.Node:
-        """The numbers of rows that a tensor has, read once in each phase."""
+    def count(self, counts: fx.Node, rows: int, like: fx.Node, distinct: bool = False) -> fx.Node:
+        """The numbers of rows that a tensor has, read once in each phase.
+
+        `distinct` ones count tokens, not their copies.
+        """
         key = (counts, like.meta["phase"])
         if key not in self.counts:
-            self.counts[key] = call(self.graph, like, row_counts, counts, rows)
+            self.counts[key] = call(self.graph, like, row_counts, counts, rows, distinct)
             self.annotate([self.counts[key]], (), counts)
         return self.counts[key]
 

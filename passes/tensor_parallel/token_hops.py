@@ -14,7 +14,6 @@ from torch import fx
 
 from autopar.core.ir.graph import tensors
 from autopar.core.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
-from autopar.core.operators.routing import row_counts
 from autopar.core.operators.row_copies import (
     distinct_rows,
     distinct_share,
@@ -68,7 +67,7 @@ class TokenHops:
         (over,) = node.meta.get("batch_dims", ((),))
         for hop in self.hops:
             node = select(router, node, hop.picked, like)
-            counts = (_numbers(router, own, hop.rows, like) for own in (hop.received, hop.sent))
+            counts = (router.count(own, hop.rows, like, True) for own in (hop.received, hop.sent))
             node = router.exchange(node, over, like, *counts, axis=hop.axis)
         return select(router, node, self.read, like)
 
@@ -78,7 +77,7 @@ class TokenHops:
         places = self.read
         for hop in reversed(self.hops):
             back = hop.received, hop.sent
-            sent, received = (_numbers(router, own, hop.rows, like) for own in back)
+            sent, received = (router.count(own, hop.rows, like, True) for own in back)
             node = self._sum(router, node, places, sent, over, like)
             node = router.exchange(node, over, like, received, sent, axis=hop.axis)
             places = hop.picked
@@ -96,15 +95,6 @@ class TokenHops:
         total = call(router.graph, like, sum_rows, node, places, counts)
         router.annotate([total], over, node)
         return total
-
-
-def _numbers(router: RowRouter, counts: fx.Node, rows: int, like: fx.Node) -> fx.Node:
-    """The numbers of distinct rows that a tensor has, read once in each phase."""
-    key = (counts, like.meta["phase"])
-    if key not in router.counts:
-        router.counts[key] = call(router.graph, like, row_counts, counts, rows, True)
-        router.annotate([router.counts[key]], (), counts)
-    return router.counts[key]
 
 
 def select(router: RowRouter, node: fx.Node, places: fx.Node, like: fx.Node) -> fx.Node:
@@ -165,7 +155,7 @@ def token_hops(
         _, sent, firsts, wanted = made(near)
         received = router.exchange(sent, (), like, axis=between)
         hops = [Hop(between, firsts, sent, received, expected(ranks // near))]
-        counts = [_numbers(router, own, hops[0].rows, like) for own in (received, sent)]
+        counts = [router.count(own, hops[0].rows, like, True) for own in (received, sent)]
         arrived = router.exchange(wanted, over, like, *counts, axis=between)
         passing = call(graph, like, passed_rows, arrived, expected(ranks))
         passed, sent = parts(passing, over, ())

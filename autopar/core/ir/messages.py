@@ -64,5 +64,5 @@ def is_stored(node: fx.Node) -> bool:
 
 def _own_name(node: fx.Node) -> str:
     target: Any = node.target
-    own = getattr(target, "namespace", None) == "autopar"
-    return target.name().partition("::")[2] if own else ""
+    is_ours = getattr(target, "namespace", None) == "autopar"
+    return target.name().partition("::")[2] if is_ours else ""

@@ -66,11 +66,11 @@ class Dispatch:
 
     def of(self, step: RedistributeStep, value: Value, ranks: int) -> Tokens | None:
         """The tokens of the rows that a step sends; None where it sends each row."""
-        own = self.tokens.get(value.node)
-        if own is None or not self.once or step.kind not in ROUTES:
+        tokens = self.tokens.get(value.node)
+        if tokens is None or not self.once or step.kind not in ROUTES:
             return None
-        is_whole = whole_tokens(value.tensor.shape[0], ranks, step.shards[0], own.copies)
-        return own if is_whole else None
+        is_whole = whole_tokens(value.tensor.shape[0], ranks, step.shards[0], tokens.copies)
+        return tokens if is_whole else None
 
 
 def dispatch_along(

@@ -128,7 +128,7 @@ def exchanged_bytes(it: PlannedRanks, near: int = 1) -> int:
 
 
 def test_ranks_send_only_rows_of_others_experts() -> None:
-    """Of 64 rows to one expert, those of 3 of 4 ranks go to its rank, and come back."""
+    """Rows of 3 of 4 ranks go to the rank of the one expert, and come back."""
     model = Mixture(ONE, top=1).double()
     it = planned(model, 64, 4, ep=4)
     gathered = planned(model, 64, 4, ep=4, route_experts=False)

@@ -16,7 +16,7 @@ from tests.planner.problems import evaluator_of, problem_of
 
 @pytest.mark.parametrize(("axis", "zero"), [("tp", 1), ("cp", 3)])
 def test_more_recomputation_never_takes_more_memory(axis: str, zero: int) -> None:
-    """Of a llama whose activations outweigh its parameters."""
+    """Peaks of a llama whose activations outweigh its parameters."""
     rng = random.Random(axis)
     width, length = rng.choice((256, 384)), rng.choice((512, 1024))
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Where tokens go once: the choice by price, at those of the shipped H100 nodes."""
+"""Tokens go once to a rank or a node by price, at those of the shipped H100 nodes."""
 
 from dataclasses import replace
 

@@ -107,7 +107,7 @@ class Rows(nn.Module):
 
 
 def several_losses(rank: int, world_size: int, batch: str) -> list[int]:
-    """Of rows, of a sum, and of the loss over labels that are not ignored."""
+    """Rows of micro-batches after steps on a loss over some labels, rows and a sum."""
     pair = Pair(Rows, strategy=staged(2, 3), batch=batch)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
