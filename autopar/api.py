@@ -33,7 +33,7 @@ from autopar.options import (
     check_inputs,
     check_model,
 )
-from autopar.planner.search.mesh_search import ReportProgress
+from autopar.planner.search.search_progress import ReportProgress
 from autopar.runtime.module import DistributedModule
 from autopar.runtime.options import MAX_PROGRAMS, Batch, Outputs
 from autopar.session.compile_model import compile_model

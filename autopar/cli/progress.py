@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.cli.plain_console import PlainConsole
-from autopar.planner.search.mesh_search import ReportProgress, SearchProgress
+from autopar.planner.search.search_progress import ReportProgress, SearchProgress
 
 AFTER_S = 0.5  # seconds before the first line or the bar
 EVERY_S = 2.0  # seconds between lines without a terminal

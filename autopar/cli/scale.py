@@ -20,7 +20,7 @@ from autopar.core.plan.strategy import SEARCHED, ZERO_OF_NAME, Strategy
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
 from autopar.errors import AutoparError, OutOfMemoryError, StrategyError
 from autopar.formatting import human_bytes
-from autopar.planner.search.reduced_models import only_few_blocks
+from autopar.planner.extended.reduced_models import only_few_blocks
 from autopar.report.html.scaling import scaling_page
 from autopar.report.scaling import ScalePoint, Scaling
 

@@ -48,6 +48,7 @@ class PlanningProblem:
             states were on storage; 0 to plan for the optimizer as it is.
         speeds: speed of each rank relative to the fastest; () if they are equal or unknown.
         row_length: most elements of a row of the inputs along one dim; 0 if unknown.
+        rows: rows of all inputs of a step; 0 if unknown.
     """
 
     model: str
@@ -66,6 +67,7 @@ class PlanningProblem:
     state_block_bytes: int = 0
     speeds: tuple[float, ...] = ()
     row_length: int = 0
+    rows: int = 0
 
     def __post_init__(self) -> None:
         self.strategy.mesh(self.world_size)

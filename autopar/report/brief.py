@@ -13,7 +13,14 @@ from autopar.formatting import duration, human_bytes, printable
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.precision import precision_line
-from autopar.report.verdict import LOOSE, baselines, compared, enough, without_baseline
+from autopar.report.verdict import (
+    LOOSE,
+    baselines,
+    compared,
+    enough,
+    practised,
+    without_baseline,
+)
 
 if TYPE_CHECKING:
     from autopar.core.plan.plan import Plan
@@ -121,6 +128,8 @@ def _searched(plan: Plan, found: SearchOutcome, step_s: float) -> Iterator[tuple
     than = f"{baselines(found)} ({duration(found.baseline_s)})"
     said = without_baseline(found) if gain is None else f"{compared(gain)} {than}"
     yield "verdict", enough(plan) or said
+    if found.practice:
+        yield "practice", practised(found, step_s)
     if not found.looked:
         return
     gap = found.gap(step_s)

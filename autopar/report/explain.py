@@ -60,12 +60,13 @@ def explain(plan: Plan) -> str:
 
 
 def parts_of_step(p: Prediction) -> dict[str, float]:
-    """Seconds of each part of a step that can bind it."""
+    """Seconds of each part of a step, which they make up."""
+    others = "waits for other ranks of the pipeline" if p.stages else "waits for the host"
     return {
         "computation": p.compute_s,
         "messages that computation waits for": p.exposed_s,
         "the optimizer's step": p.update_s,
-        "ranks of the pipeline that wait for others": p.bubble * p.step_s,
+        others: p.idle_s,
     }
 
 

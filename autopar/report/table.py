@@ -103,10 +103,9 @@ def predicted(plan: Plan) -> list[str]:
     causes = ", ".join(f"{name} {duration(s)}" for name, s in p.causes.items() if s * 1e3 >= 0.05)
     return [
         *_throughput(plan, p),
-        f"predicted step {duration(p.step_s)}: compute {duration(p.compute_s)}, "
-        f"messages {duration(p.communication_s)}, waits for them and other ranks "
-        f"{duration(p.exposed_s)}, "
-        f"optimizer {duration(p.update_s)}",
+        f"predicted step {duration(p.step_s)}: compute {duration(p.compute_s)}, waits for messages "
+        f"{duration(p.exposed_s)} of {duration(p.communication_s)}, optimizer "
+        f"{duration(p.update_s)}, idle {duration(p.idle_s)}",
         *([f"waits because of: {causes}"] if causes else []),
         f"predicted peak {human_bytes(p.peak_bytes)} of tensors per rank, modelled by liveness: "
         f"{memory_text(p.memory)}",

@@ -34,6 +34,8 @@ def verdict_lines(plan: Plan) -> Iterator[str]:
         best = f"{found.baseline}: {duration(found.baseline_s)}"
         than = f"{compared(gain)} {baselines(found)}"
         yield f"verdict: {than} ({best}), by prediction"
+    if found.practice:
+        yield f"usual layouts: {practised(found, cost.step_s)}"
     if found.looked:
         yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
 
@@ -60,6 +62,16 @@ def without_baseline(found: SearchOutcome) -> str:
     if found.ddp or found.fsdp:
         return "neither DDP nor fully_shard was found to fit"
     return "DDP and fully_shard were not predicted"
+
+
+def practised(found: SearchOutcome, step_s: float) -> str:
+    """Steps of usual layouts beside a step in seconds, or the reason why one has no plan."""
+    return "; ".join(
+        f"{own.name} {duration(own.step_s)} ({compared(step_s / own.step_s - 1.0)} this plan)"
+        if own.plan
+        else f"{own.name}: {own.why}"
+        for own in found.practice
+    )
 
 
 def compared(gain: float) -> str:

@@ -15,7 +15,8 @@ from autopar.planner.evaluate.candidate import CandidateConfig
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Baseline, Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
-from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, fastest_mesh
+from autopar.planner.search.mesh_search import EstimateMesh, fastest_mesh
+from autopar.planner.search.search_progress import ReportProgress
 
 MESH_SHARE = 0.2
 """Fraction of the time limit for improving on the first plan of one of several meshes."""

@@ -23,16 +23,18 @@ from autopar.core.plan.strategy import Strategy
 from autopar.errors import BatchError, PlanError, StrategyError
 from autopar.formatting import human_bytes
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
+from autopar.planner.extended.extended_search import can_extend, plan_extended
+from autopar.planner.extended.reduced_models import ReducedModels
+from autopar.planner.extended.stage_blocks import UnevenStagesError
 from autopar.planner.machine import Machine, absent
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.extended_search import can_extend, plan_extended
 from autopar.planner.search.measure_problem import measure_problem, needs_machine
-from autopar.planner.search.mesh_search import EstimateMesh, ReportProgress, TooCostlyError
+from autopar.planner.search.mesh_search import EstimateMesh
 from autopar.planner.search.oom_advice import on_more_ranks, plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
-from autopar.planner.search.reduced_models import ReducedModels
+from autopar.planner.search.search_progress import ReportProgress, TooCostlyError
 from autopar.session.driver import Driver
 
 ESTIMATES_SHARE = 0.5
@@ -133,19 +135,37 @@ class OfflineDriver(Driver):
     ) -> Plan:
         """The plan of a mesh; by arithmetic from few blocks where time is limited."""
         if self._extends(problem):
-            machine = self._absent_machine(problem)
-            own = self.deadline.part(self.share)
-            context = replace(context, deadline=lambda: own() and self._searching())
-            best = plan_extended(problem, self._models, machine, context)
-            # Plans of several meshes may have one name; their decisions tell them apart.
-            self._extended[best.plan.digest()] = problem, best.config
-            return best.plan
+            # Stages that few blocks do not tell of, and micro-batches that differ by a row, are
+            # lowered whole.
+            with contextlib.suppress(UnevenStagesError, BatchError):
+                return self._plan_extended(problem, context)
         if self.deadline.armed and self._whole_s(problem.strategy.stages) > self.deadline.left_s:
             raise TooCostlyError("lowering takes longer than the time that is left")
         return super().plan_mesh(problem, context, first)
 
+    def _plan_extended(self, problem: PlanningProblem, context: SearchContext) -> Plan:
+        """The plan of a mesh by arithmetic; its configuration is kept for `refine`."""
+        machine = self._absent_machine(problem)
+        own = self.deadline.part(self.share)
+        context = replace(context, deadline=lambda: own() and self._searching())
+        best = plan_extended(problem, self._models, machine, context)
+        if (pipeline := best.plan.pipeline) is not None and pipeline.stages > 1:
+            fixed = replace(
+                problem.strategy,
+                micro_batches=pipeline.micro_batches,
+                schedule=pipeline.schedule,  # type: ignore[arg-type]
+                stages_per_rank=pipeline.stages_per_rank,
+            )
+            problem = replace(problem, strategy=fixed)
+        # Plans of several meshes may have one name; their decisions tell them apart.
+        self._extended[best.plan.digest()] = problem, best.config
+        return best.plan
+
     def refine(self, plan: Plan) -> Plan | None:
         if not plan.bucket_bytes or self._models.alone:
+            return None
+        stages = plan.pipeline.stages if plan.pipeline is not None else 1
+        if stages > 1 and self._whole_s(stages) > self.deadline.left_s:
             return None
         extended = self._extended.pop(plan.digest(), None)
         if extended is None:
@@ -195,8 +215,8 @@ class OfflineDriver(Driver):
                     return
 
     def _extends(self, problem: PlanningProblem) -> bool:
-        limited = self.deadline.limit_s is not None and bool(self._models.kinds)
-        return limited and can_extend(problem.strategy) and self._is_absent(problem)
+        limited = self.deadline.limit_s is not None
+        return limited and can_extend(problem, self._models) and self._is_absent(problem)
 
     def _is_absent(self, problem: PlanningProblem) -> bool:
         priced = needs_machine(problem, live=False) and problem.cluster is not None

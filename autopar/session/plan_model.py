@@ -13,7 +13,7 @@ from autopar.core.plan.plan import Plan
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.options import CompileOptions, priced_precision
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.mesh_search import ReportProgress
+from autopar.planner.search.search_progress import ReportProgress
 from autopar.runtime.planned_module import check_not_compiled
 from autopar.session.local_steps import with_local_steps
 from autopar.session.offline import plan_offline

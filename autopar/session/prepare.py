@@ -106,6 +106,7 @@ def make_problem(
         comm_backend=comm_backend,
         backend=options.backend,
         row_length=row_length(options.example_inputs),
+        rows=num_rows(options.example_inputs) * (world_size if options.batch == "local" else 1),
     )
 
 
@@ -113,6 +114,12 @@ def row_length(inputs: Any) -> int:
     """Most elements of a row of the inputs along one dim; 0 without any."""
     leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
     return max((size for leaf in leaves for size in leaf.shape[1:]), default=0)
+
+
+def num_rows(inputs: Any) -> int:
+    """Most elements of the inputs along their first dim; 0 without any."""
+    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    return max((leaf.shape[0] for leaf in leaves if leaf.dim()), default=0)
 
 
 def check_call_agrees(problem: PlanningProblem, options: CompileOptions) -> None:

@@ -97,13 +97,13 @@ def grown_parts(
     bucketed = np.array([name in BUCKETED[zero_stage] for name in CATEGORIES])
     *halves, update = zip(few, *(each.parts for each in samples), strict=True)
     times = [each.times for each in samples]
-    totals = [_grown(part, times, bucketed, bucket_bytes) for part in halves]
+    totals = [grown_peak(part, times, bucketed, bucket_bytes) for part in halves]
     base, *more = (part.level for part in update)  # a single moment
     totals.append(base + sum((own - base) * n for own, n in zip(more, times, strict=True)))
     return [np.maximum(total, 0) for total in totals]
 
 
-def _grown(
+def grown_peak(
     part: Sequence[PartMemory], times: Sequence[int], bucketed: NDArray[np.bool_], most: int
 ) -> Bytes:
     """Bytes at the peak of a part of the step, from those of all samples."""

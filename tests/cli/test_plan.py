@@ -16,7 +16,7 @@ from autopar.core.ir.placement import Replicate, Shard
 from autopar.core.plan.strategy import Strategy
 from autopar.errors import StrategyError
 from autopar.planner.evaluate.candidate import default_config
-from autopar.planner.search.mesh_search import SearchProgress
+from autopar.planner.search.search_progress import SearchProgress
 
 MAKE = """
 import torch

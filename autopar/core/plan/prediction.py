@@ -143,6 +143,14 @@ class Prediction:
     at_rates: tuple[tuple[Rate, Seconds], ...] = ()
 
     @property
+    def idle_s(self) -> float:
+        """Seconds in which the rank has nothing to do: it waits for other stages or its host.
+
+        With computation, waits for messages and the optimizer's step they make up the step.
+        """
+        return max(0.0, self.step_s - self.compute_s - self.exposed_s - self.update_s)
+
+    @property
     def bubble(self) -> float:
         """Mean fraction of the step that pipeline ranks wait for others."""
         return sum(self.idle) / len(self.idle) if self.idle else 0.0
@@ -190,7 +198,7 @@ def slower(other: Prediction, best: Prediction) -> str:
         "to compute": other.compute_s - best.compute_s,
         "to wait for messages": other.exposed_s - best.exposed_s,
         "for the optimizer's step": other.update_s - best.update_s,
-        "idle in the pipeline": other.bubble * other.step_s - best.bubble * best.step_s,
+        "idle": other.idle_s - best.idle_s,
     }
     total = other.step_s - best.step_s
     shown = [(name, s) for name, s in parts.items() if abs(s) > 0.1 * abs(total)]

@@ -9,6 +9,23 @@ from autopar.core.plan.prediction import RunnerUp
 
 
 @dataclass(frozen=True)
+class PracticePlan:
+    """The plan of a layout that practitioners would choose.
+
+    Attributes:
+        name: usual name of the layout.
+        plan: name of its fastest plan; "" if there is none.
+        step_s: seconds of its predicted step; 0 if there is none.
+        why: reason why there is none; "" if there is one.
+    """
+
+    name: str
+    plan: str = ""
+    step_s: Seconds = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class SearchOutcome:
     """Extent of the search behind a plan.
 
@@ -21,6 +38,7 @@ class SearchOutcome:
         complete: whether the search ended before its time ran out.
         ddp: the fastest plan of DDP, whether it fits or not; None if it was not predicted.
         fsdp: the same of fully_shard.
+        practice: plans of layouts that practitioners would choose.
     """
 
     looked: Count = 0
@@ -31,6 +49,7 @@ class SearchOutcome:
     complete: bool = True
     ddp: RunnerUp | None = None
     fsdp: RunnerUp | None = None
+    practice: tuple[PracticePlan, ...] = ()
 
     def gap(self, step_s: float) -> float:
         """Largest fraction of a step in seconds that a better plan could save; 1 if unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -78,23 +79,25 @@ def add_step_boundaries(
     pipeline: Pipeline,
     link: P2PCost,
     agreement_s: float = 0.0,
+    places: Sequence[int] = (),
 ) -> PipelineSimulation:
     """Adds the messages before and after a schedule, which all ranks await.
 
     They exchange records in `agreement_s` seconds, send tied parameters, return their gradients,
-    and all-reduce batch totals.
+    and all-reduce batch totals. `places` are the ranks of `stages`, by default as in `pipeline`.
     """
     if pipeline.ranks == 1 and not agreement_s:
         return run
+    places = places or pipeline.stage_ranks
     ranks, cluster = prod(size for _, size in link.mesh), link.cluster
     everyone = GroupShape.of_axis({"all": ranks}, "all", cluster.ranks_per_node)
     each = cluster.seconds("all_reduce", 8, everyone, "float64").seconds * (pipeline.ranks > 1)
-    lent_s, back_s = _tied_parameter_s(stages, pipeline, link)
+    lent_s, back_s = _tied_parameter_s(stages, pipeline, link, places)
     roles = (role for graph in stages.stages for role in graph.outputs)
     before_s = agreement_s + lent_s + each * (stages.prologue is not None)
     after_s = back_s + each * any(isinstance(role, MicrobatchPartial) for role in roles)
     end_s = before_s + run.step_s + after_s
-    names = [f"rank {rank}" for rank in range(pipeline.ranks)]
+    names = [f"rank {rank}" for rank in range(len(run.ends_s))]
     opening = [Event("opening", name, 0.0, before_s, "wait") for name in names if before_s]
     closing = [
         Event("closing", name, before_s + own, end_s, "wait")
@@ -106,27 +109,27 @@ def add_step_boundaries(
     return replace(
         run,
         step_s=end_s,
-        ends_s=(end_s,) * pipeline.ranks,
-        transfer_s=run.transfer_s + pipeline.ranks * (before_s + after_s),
+        ends_s=(end_s,) * len(names),
+        transfer_s=run.transfer_s + len(names) * (before_s + after_s),
         exposed_s=run.exposed_s + before_s + after_s,
         timeline=(*opening, *later, *closing),
     )
 
 
 def _tied_parameter_s(
-    stages: PipelineStages, pipeline: Pipeline, link: P2PCost
+    stages: PipelineStages, pipeline: Pipeline, link: P2PCost, places: Sequence[int]
 ) -> tuple[float, float]:
     """Seconds to send tied parameters and to return their gradients, over parallel links."""
     tied, back = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for index, graph in enumerate(stages.stages):
-        user = pipeline.rank_of(index)
+        user = places[index]
         for role, node in zip(graph.inputs, graph.placeholders, strict=True):
             if isinstance(role, Parameter):
-                owner = pipeline.rank_of(pipeline.owners[role.name])
+                owner = places[pipeline.owners[role.name]]
                 tied[owner, user] += tensor_bytes(tensors(node)[0])
         for name in pipeline.owners:
             if (gradient := graph.result(Gradient(Parameter(name)))) is not None:
-                owner = pipeline.rank_of(pipeline.owners[name])
+                owner = places[pipeline.owners[name]]
                 back[user, owner] += tensor_bytes(tensors(gradient)[0])
     times = [
         [link.seconds(n, *pair) for pair, n in table.items() if pair[0] != pair[1]]

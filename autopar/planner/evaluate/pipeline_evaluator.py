@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -40,14 +40,10 @@ from autopar.passes.stage_lowering import (
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost, add_step_boundaries
-from autopar.planner.evaluate.pipeline_prediction import (
-    SimulatedPipeline,
-    StageSimulation,
-    boundary_bytes,
-    stage_cost,
-)
+from autopar.planner.evaluate.pipeline_prediction import SimulatedPipeline
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache
 from autopar.planner.evaluate.stage_dedup import equal_stages, parameter_names
+from autopar.planner.evaluate.stage_figures import StageSimulation, boundary_bytes, stage_cost
 from autopar.planner.evaluate.stage_memory import split_backward_bytes
 
 
@@ -65,7 +61,28 @@ class LoweredPipeline:
     first: tuple[int, ...]
 
 
-class PipelineEvaluator(Evaluator):
+class StagedEvaluator(Evaluator):
+    """Evaluator of plans with one pipeline.
+
+    Attributes:
+        pipeline: its stages and their schedule.
+        split: graphs of stages for one micro-batch, independent of the configuration.
+    """
+
+    pipeline: Pipeline
+    split: PipelineStages
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Actions of each rank; all forwards run first if backwards need the loss of the batch."""
+        p = self.pipeline
+        sizes = p.schedule, p.ranks, p.micro_batches, p.stages_per_rank
+        if self.split.can_interleave_backward:
+            return orders(*sizes)
+        return tuple(map(tuple.__add__, *split_orders(*sizes)))
+
+
+class PipelineEvaluator(StagedEvaluator):
     """Evaluator of plans with one pipeline; `setup` is of the model without stages.
 
     It shares the lowered programs of `alike`, whose pipeline differs in its schedule only.
@@ -91,8 +108,8 @@ class PipelineEvaluator(Evaluator):
 
     def evaluate(self, config: CandidateConfig) -> Candidate:
         if config not in self._candidates:
-            simulated = self._simulate(self._lower(config))
-            notes = max((stage.more.notes() for stage in simulated.stages), key=len)
+            simulated = self.simulated(config)
+            notes = max((stage.more.notes() for stage in simulated.simulations), key=len)
             plan = replace(simulated.plan, notes=(*simulated.plan.notes, *notes))
             found = self.setup.candidate(config, plan, simulated.prediction())
             if len(simulated.stages) == 1:
@@ -101,6 +118,17 @@ class PipelineEvaluator(Evaluator):
         return self._candidates[config]
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
+        plan, updates, found = self._lower(config).plan, self.updates(config), []
+        for cluster, costs in zip(clusters, self.costs(config, clusters), strict=True):
+            run = self._run(costs, P2PCost(cluster, plan.mesh))
+            pairs = zip(run.ends_s, updates, strict=True)
+            found.append(max(end + cost.seconds for end, cost in pairs))
+        return found
+
+    def costs(
+        self, config: CandidateConfig, clusters: Sequence[Cluster]
+    ) -> Iterator[list[StageCost]]:
+        """Costs of all stages on each cluster."""
         lowered = self._lower(config)
         costs: dict[int, list[StageCost]] = {}
         for first in set(lowered.first):
@@ -109,47 +137,41 @@ class PipelineEvaluator(Evaluator):
             more = self._adding_s(programs.more), self._weights(programs.last)[0]
             times = zip(*halves, strict=True)
             costs[first] = [stage_cost(programs.last, each, *more) for each in times]
-        updates, found = self._updates(lowered), []
-        for index, cluster in enumerate(clusters):
-            link = P2PCost(cluster, lowered.plan.mesh)
-            own = [costs[first][index] for first in lowered.first]
-            paced = [cost.at_pace(self._pace(stage)) for stage, cost in enumerate(own)]
-            run = self._run(paced, link)
-            pairs = zip(run.ends_s, updates, strict=True)
-            found.append(max(end + cost.seconds for end, cost in pairs))
-        return found
+        for index in range(len(clusters)):
+            own = (costs[first][index] for first in lowered.first)
+            yield [cost.at_pace(self._pace(stage)) for stage, cost in enumerate(own)]
+
+    def simulated(self, config: CandidateConfig) -> SimulatedPipeline:
+        """The simulated step of a configuration."""
+        return self._simulate(self._lower(config))
 
     @cached_property
-    def split(self) -> PipelineStages:
+    def split(self) -> PipelineStages:  # type: ignore[override]
         """Graph of each stage for one micro-batch, independent of the configuration."""
         plan, micro_batches = self.setup.base, self.pipeline.micro_batches
         strategies = self.setup.op_strategies
         return split_plan_stages(self.setup.graph, plan, 0, strategies, micro_batches)
-
-    @cached_property
-    def orders(self) -> Orders:
-        """Actions of each rank; all forwards run first if backwards need the loss of the batch."""
-        p = self.pipeline
-        sizes = p.schedule, p.ranks, p.micro_batches, p.stages_per_rank
-        if self.split.can_interleave_backward:
-            return orders(*sizes)
-        return tuple(map(tuple.__add__, *split_orders(*sizes)))
 
     def _simulate(self, lowered: LoweredPipeline) -> SimulatedPipeline:
         distinct = {i: self._simulate_stage(lowered.programs[i]) for i in set(lowered.first)}
         stages = tuple(distinct[first] for first in lowered.first)
         if self.setup.paces:
             stages = tuple(replace(each, pace=self._pace(i)) for i, each in enumerate(stages))
-        link = P2PCost(self.setup.cluster, lowered.plan.mesh)
+        cluster, backend = self.setup.cluster, self.setup.base.comm_backend
+        link = P2PCost(cluster, lowered.plan.mesh)
+        figures = {
+            id(each): each.figures(self.pipeline.micro_batches, cluster, backend) for each in stages
+        }
         return SimulatedPipeline(
             plan=lowered.plan,
             pipeline=self.pipeline,
-            stages=stages,
+            stages=tuple(figures[id(each)] for each in stages),
             orders=self.orders,
             run=self._run([stage.cost for stage in stages], link),
             updates=self._updates(lowered),
             link=link,
-            on_gpus=self.setup.cluster.on_gpus,
+            on_gpus=cluster.on_gpus,
+            simulations=stages,
         )
 
     def _simulate_stage(self, programs: MicrobatchPrograms) -> StageSimulation:
@@ -157,14 +179,8 @@ class PipelineEvaluator(Evaluator):
         return StageSimulation(programs, *programs.of_each(self.setup.simulate), *costs)
 
     def _run(self, costs: Sequence[StageCost], link: P2PCost) -> PipelineSimulation:
-        operators = self.setup.operators
-        # Times are of all ranks computing. In a bubble, those that wait free shared cores.
-        slowdown = operators.relief(self.setup.base.world_size)
-        own = link.cluster.slowdown
-        issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
-        run = simulate_pipeline(self.orders, costs, link.seconds, issue_s, own.late_s, slowdown)
-        agreement_s = self.setup.agreement_s
-        return add_step_boundaries(run, self.split, self.pipeline, link, agreement_s)
+        run = run_schedule(self.setup, self.orders, costs, link)
+        return add_step_boundaries(run, self.split, self.pipeline, link, self.setup.agreement_s)
 
     def _lower(self, config: CandidateConfig) -> LoweredPipeline:
         return self._lowered.get(config, lambda: self._with_schedule(config))
@@ -175,7 +191,7 @@ class PipelineEvaluator(Evaluator):
             lowered.plan,
             name=f"{lowered.plan.name}, {self.pipeline}",
             pipeline=self.pipeline,
-            sent_bytes=tuple(sorted(self._sent_bytes(lowered.programs).items())),
+            sent_bytes=most_sent(self.pipeline, [*map(self._sent_by, lowered.programs)]),
         )
         return replace(lowered, plan=plan)
 
@@ -219,20 +235,20 @@ class PipelineEvaluator(Evaluator):
             total = total.joined(proposed[first].renamed(parameter_names(stages[first], graph)))
         return total
 
-    def _sent_bytes(self, programs: Sequence[MicrobatchPrograms]) -> dict[str, int]:
-        """Bytes per axis and step on the rank that sends most."""
+    def sent_by_stage(self, config: CandidateConfig) -> list[Counter[str]]:
+        """Bytes per axis and step of each stage."""
+        return [self._sent_by(programs) for programs in self._lower(config).programs]
+
+    def _sent_by(self, programs: MicrobatchPrograms) -> Counter[str]:
+        """Bytes per axis and step of a stage."""
         micro_batches = self.pipeline.micro_batches
-        ranks: list[dict[str, int]] = []
-        for rank in range(self.pipeline.ranks):
-            total: Counter[str] = Counter()
-            for stage in self.pipeline.stages_of(rank):
-                for graph, times in programs[stage].counted(micro_batches):
-                    for axis, nbytes in sent_bytes(graph, self.setup.base.comm_backend).items():
-                        total[axis] += nbytes * times
-                for phase in ("forward", "backward"):
-                    total["pp"] += micro_batches * boundary_bytes(programs[stage].last, phase)
-            ranks.append({axis: nbytes for axis, nbytes in total.items() if nbytes})
-        return max(ranks, key=lambda sent: sum(sent.values()))
+        total: Counter[str] = Counter()
+        for graph, times in programs.counted(micro_batches):
+            for axis, nbytes in sent_bytes(graph, self.setup.base.comm_backend).items():
+                total[axis] += nbytes * times
+        for phase in ("forward", "backward"):
+            total["pp"] += micro_batches * boundary_bytes(programs.last, phase)
+        return total
 
     def _adding_s(self, graph: TrainingGraph) -> float:
         """Mean seconds that a micro-batch takes to add its gradients to earlier ones."""
@@ -261,6 +277,10 @@ class PipelineEvaluator(Evaluator):
     def _operator_s(self, nodes: Iterable[fx.Node]) -> float:
         return sum(self.setup.operators.seconds(node).seconds for node in nodes)
 
+    def updates(self, config: CandidateConfig) -> tuple[Cost, ...]:
+        """Cost of the optimizer's step on each rank."""
+        return self._updates(self._lower(config))
+
     def _updates(self, lowered: LoweredPipeline) -> tuple[Cost, ...]:
         stages = self.split.stages
         found = []
@@ -274,3 +294,28 @@ class PipelineEvaluator(Evaluator):
             cost = self.setup.update_cost(lowered.plan, own)
             found.append(replace(cost, seconds=cost.seconds * self._pace(rank)))
         return tuple(found)
+
+
+def run_schedule(
+    setup: EvaluationSetup, orders: Orders, costs: Sequence[StageCost], link: P2PCost
+) -> PipelineSimulation:
+    """The step of all ranks, without what comes before and after the schedule."""
+    operators = setup.operators
+    # Times are of all ranks computing. In a bubble, those that wait free shared cores.
+    slowdown = operators.relief(setup.base.world_size)
+    own = link.cluster.slowdown
+    issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
+    return simulate_pipeline(orders, costs, link.seconds, issue_s, own.late_s, slowdown)
+
+
+def most_sent(
+    pipeline: Pipeline, stages: Sequence[Mapping[str, int]]
+) -> tuple[tuple[str, int], ...]:
+    """Bytes per axis and step on the rank that sends most, given those of each stage."""
+    ranks: list[dict[str, int]] = []
+    for rank in range(pipeline.ranks):
+        total: Counter[str] = Counter()
+        for stage in pipeline.stages_of(rank):
+            total.update(stages[stage])
+        ranks.append({axis: nbytes for axis, nbytes in total.items() if nbytes})
+    return tuple(sorted(max(ranks, key=lambda sent: sum(sent.values())).items()))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autopar.core.exposure import by_cause, worst
-from autopar.core.ir.graph import TrainingGraph, tensor_bytes, tensors
-from autopar.core.ir.roles import StageOutput
+from autopar.core.exposure import worst
 from autopar.core.plan.pipeline import Pipeline
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import MOST_EXPOSED, Prediction, StagePrediction
@@ -19,12 +17,9 @@ from autopar.core.plan.report_data import ReportData, StageProgram, TimelineEven
 from autopar.core.schedules import Orders, in_flight
 from autopar.cost_model.collectives import Transfer
 from autopar.cost_model.cost import Cost
-from autopar.cost_model.memory.host_memory import HostMemory
-from autopar.cost_model.simulator.pipeline import PipelineSimulation, StageCost
+from autopar.cost_model.simulator.pipeline import PipelineSimulation
 from autopar.cost_model.simulator.pipeline_transfers import inputs_ahead, with_transfers
-from autopar.cost_model.simulator.step import Simulation
 from autopar.cost_model.simulator.streams import COMPUTE, Event
-from autopar.passes.stage_lowering import MicrobatchPrograms
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.evaluate.report_data import (
     sample_memory,
@@ -33,82 +28,8 @@ from autopar.planner.evaluate.report_data import (
     transfers,
 )
 from autopar.planner.evaluate.setup import timeline_events
-from autopar.planner.evaluate.stage_memory import RankMemory, StageMemory, memory_of_rank
-
-Halves = tuple[float, float]
-"""Seconds of a forward and of a backward."""
-
-
-def stage_cost(
-    graph: TrainingGraph, halves: tuple[Halves, Halves, Halves], adding_s: float, weights: float
-) -> StageCost:
-    """Cost of a stage from the times of its first, a middle and its last micro-batch.
-
-    A backward adds its gradients to earlier ones in `adding_s` seconds; `weights` is its fraction
-    for parameter gradients only.
-    """
-    (opening_s, _), (forward_s, backward_s), (_, closing_s) = halves
-    return StageCost(
-        forward_s=forward_s,
-        backward_s=backward_s + adding_s,
-        input_s=backward_s * (1.0 - weights),
-        weight_s=backward_s * weights + adding_s,
-        first_s=max(0.0, opening_s - forward_s),
-        last_s=max(0.0, closing_s - backward_s),
-        sent_bytes=boundary_bytes(graph, "forward"),
-        returned_bytes=boundary_bytes(graph, "backward"),
-    )
-
-
-@dataclass(frozen=True)
-class StageSimulation:
-    """Programs of a stage, and simulations of its first, a middle and its last micro-batch.
-
-    Attributes:
-        adding_s: mean seconds that a backward takes to add gradients to earlier ones.
-        weights: fraction of the backward for parameter gradients only.
-        split_backward_bytes: bytes kept for that fraction after the rest of the backward.
-        pace: seconds of its rank for a second of the mean rank.
-    """
-
-    programs: MicrobatchPrograms
-    first: Simulation
-    more: Simulation
-    last: Simulation
-    adding_s: float
-    weights: float
-    split_backward_bytes: int
-    pace: float = 1.0
-
-    @cached_property
-    def memory(self) -> tuple[StageMemory, StageMemory]:
-        """Memory of a micro-batch before the last one, and of the last one."""
-        ending = StageMemory.of(self.last, self.programs.last, self.split_backward_bytes)
-        same = self.more is self.last
-        return ending if same else StageMemory.of(
-            self.more, self.programs.more, self.split_backward_bytes
-        ), ending
-
-    @property
-    def cost(self) -> StageCost:
-        first, more, last = (
-            (s.forward_s, s.backward_s) for s in (self.first, self.more, self.last)
-        )
-        own = stage_cost(self.programs.last, (first, more, last), self.adding_s, self.weights)
-        return own.at_pace(self.pace)
-
-    def runs(self, micro_batches: int) -> Iterator[tuple[Simulation, int]]:
-        yield self.more, micro_batches - 1
-        yield self.first, 1
-
-
-def boundary_bytes(graph: TrainingGraph, phase: str) -> int:
-    """Bytes that a stage sends in a phase of one micro-batch."""
-    return sum(
-        tensor_bytes(tensors(node)[0])
-        for role, node in zip(graph.outputs, graph.results, strict=True)
-        if isinstance(role, StageOutput) and role.phase == phase and node is not None
-    )
+from autopar.planner.evaluate.stage_figures import StageFigures, StageSimulation, summed
+from autopar.planner.evaluate.stage_memory import RankMemory, memory_of_rank
 
 
 @dataclass(frozen=True)
@@ -116,21 +37,23 @@ class SimulatedPipeline:
     """A simulated step of all ranks of a pipeline.
 
     Attributes:
-        stages: simulation of each stage alone.
+        stages: figures of each stage alone.
         orders: actions of each rank.
         run: simulation of all stages, without the optimizer's step.
         updates: cost of the optimizer's step on each rank.
         on_gpus: whether the ranks are GPUs.
+        simulations: simulation of each stage, for the report; empty if figures are arithmetic.
     """
 
     plan: Plan
     pipeline: Pipeline
-    stages: tuple[StageSimulation, ...]
+    stages: tuple[StageFigures, ...]
     orders: Orders
     run: PipelineSimulation
     updates: tuple[Cost, ...]
     link: P2PCost
     on_gpus: bool
+    simulations: tuple[StageSimulation, ...] = ()
 
     @cached_property
     def memories(self) -> list[RankMemory]:
@@ -145,44 +68,65 @@ class SimulatedPipeline:
 
     def prediction(self) -> Prediction:
         """Times of the rank with the most compute, and memory of the rank with the highest peak."""
-        run, micro_batches = self.run, self.pipeline.micro_batches
-        ranks = range(self.pipeline.ranks)
+        run, ranks = self.run, range(self.pipeline.ranks)
         step_s = max(end + cost.seconds for end, cost in zip(run.ends_s, self.updates, strict=True))
         busy_s = [busy + cost.seconds for busy, cost in zip(run.busy_s, self.updates, strict=True)]
         slow = max(ranks, key=lambda rank: busy_s[rank])
         own = [self.stages[stage] for stage in self.pipeline.stages_of(slow)]
-        runs = [item for stage in own for item in stage.runs(micro_batches)]
         full = max(self.memories, key=lambda memory: memory.peak)
-        within_s = sum(times * each.communication_s for each, times in runs)
-        exposed_s = sum(times * each.exposed_s for each, times in runs)
+        within_s = sum(stage.within_s for stage in own)
+        exposed_s = max(0.0, sum(stage.exposed_s for stage in own) - run.hidden_s[slow])
+        # Figures of stages are of all ranks computing. Those that share cores compute faster while
+        # others wait, so the simulated time bounds both.
+        compute_s = min(sum(stage.compute_s for stage in own), run.busy_s[slow])
+        left_s = max(0.0, run.ends_s[slow] - compute_s)
         return Prediction(
             step_s=step_s,
             update_s=self.updates[slow].seconds,
-            compute_s=micro_batches * sum(s.pace * (s.more.compute_s + s.adding_s) for s in own),
+            compute_s=compute_s,
             communication_s=within_s + run.transfer_s / len(ranks),
-            exposed_s=run.exposed_s + max(0.0, exposed_s - run.hidden_s[slow]),
+            exposed_s=min(left_s, run.exposed_s + exposed_s),
             peak_bytes=full.peak,
+            node_bytes=self._node_bytes(),
             memory=full.by_category,
             reserved_bytes=full.reserved,
-            context_bytes=self.stages[0].last.memory.context,
+            context_bytes=self.stages[0].context_bytes,
             host_bytes=max(map(self._host_bytes, ranks)),
             provenance=self._provenance(),
-            waits=_summed((each.waits, times) for each, times in runs),
-            causes=_summed((by_cause(each.exposures), times) for each, times in runs),
-            exposures=worst((e for stage in own for e in stage.first.exposures), MOST_EXPOSED),
+            waits=summed((stage.waits, 1) for stage in own),
+            causes=summed((stage.causes, 1) for stage in own),
+            exposures=worst((e for stage in own for e in stage.exposures), MOST_EXPOSED),
             events=self._events(),
             stages=tuple(self._stage(index) for index in range(len(self.stages))),
             idle=tuple(1.0 - seconds / step_s for seconds in busy_s),
-            report_data=self._report_data(),
+            report_data=self._report_data() if self.simulations else ReportData(),
         )
 
     def _host_bytes(self, rank: int) -> int:
         """Page-locked bytes of a rank, with all micro-batches in flight."""
         found = 0
         for index in self.pipeline.stages_of(rank):
-            host = HostMemory.of(self.stages[index].programs.last, on_gpus=self.on_gpus)
+            host = self.stages[index].host
             found += host.standing + host.saved * in_flight(self.orders[rank], index)
         return found
+
+    def _node_bytes(self) -> int:
+        """Bytes that leave the node that sends most in a step."""
+        pipeline, node = self.pipeline, self.link.cluster.ranks_per_node
+        stride = self.plan.world_size // pipeline.ranks  # pp is the outermost axis
+        if self.plan.world_size <= node:
+            return 0
+        place = {
+            stage: pipeline.rank_of(stage) * stride // node for stage in range(pipeline.stages)
+        }
+        totals = Counter[int]()
+        for index, stage in enumerate(self.stages):
+            share, cost = min(stride, node) / node, stage.cost
+            totals[place[index]] += round(share * stage.node_bytes)
+            for other, nbytes in ((index + 1, cost.sent_bytes), (index - 1, cost.returned_bytes)):
+                if place.get(other, place[index]) != place[index]:
+                    totals[place[index]] += pipeline.micro_batches * min(stride, node) * nbytes
+        return max(totals.values())
 
     def _stage(self, index: int) -> StagePrediction:
         stage, owners = self.stages[index], self.pipeline.owners
@@ -202,7 +146,7 @@ class SimulatedPipeline:
     def _provenance(self) -> dict[str, int]:
         counts = Counter(cost.kind for cost in self.updates)
         for index, stage in enumerate(self.stages):
-            counts.update(stage.last.provenance)
+            counts.update(stage.provenance)
             counts.update(cost.kind for _, cost in self._messages(index, index + 1))
         return dict(counts)
 
@@ -229,10 +173,11 @@ class SimulatedPipeline:
         actions = [event for event in own if event.kind == COMPUTE]
         sent, cluster = Counter[Transfer](), self.link.cluster
         for index in self.pipeline.stages_of(slow):
-            stage = self.stages[index]
             for message, _ in self._messages(index, index + 1, index - 1):
                 sent[message] += self.pipeline.micro_batches
-            for graph, times in stage.programs.counted(self.pipeline.micro_batches):
+            for graph, times in self.simulations[index].programs.counted(
+                self.pipeline.micro_batches
+            ):
                 for item in transfers(graph, cluster):
                     sent[item] += times
         memory = self.memories[full]
@@ -252,21 +197,12 @@ class SimulatedPipeline:
         backward = {action.kind for order in self.orders for action in order} - {"F"}
         kinds = "".join(sorted(backward))
         stages_of: dict[int, list[int]] = {}
-        for index, stage in enumerate(self.stages):
+        for index, stage in enumerate(self.simulations):
             stages_of.setdefault(id(stage), []).append(index)
         for own in stages_of.values():
-            each = self.stages[own[0]]
+            each = self.simulations[own[0]]
             yield stage_program(own, each.programs.more, each.more, self.link.cluster, f"F{kinds}")
         for own in stages_of.values():
-            each = self.stages[own[0]]
+            each = self.simulations[own[0]]
             if each.last is not each.more:
                 yield stage_program(own, each.programs.last, each.last, self.link.cluster, kinds)
-
-
-def _summed(tables: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Sum of tables of seconds, each multiplied by its count."""
-    total: dict[str, float] = {}
-    for table, times in tables:
-        for key, seconds in table.items():
-            total[key] = total.get(key, 0.0) + times * seconds
-    return total

@@ -11,6 +11,7 @@ from functools import cache, partial
 
 from autopar.core.common.deadline import TimeIsOver, arm
 from autopar.core.plan.plan import Plan
+from autopar.core.plan.search_outcome import PracticePlan
 from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cost import ClusterError
 from autopar.errors import (
@@ -20,13 +21,13 @@ from autopar.errors import (
     OutOfMemoryError,
     StrategyError,
 )
-from autopar.formatting import duration, human_bytes
+from autopar.formatting import human_bytes
 from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import (
     SMALL_WORLD,
-    abbreviated,
+    likely_to_fit,
     mesh_name,
     model_ranks,
     open_meshes,
@@ -34,7 +35,13 @@ from autopar.planner.search.meshes import (
     with_micro_batches,
 )
 from autopar.planner.search.pipeline_search import step_s
-from autopar.planner.search.search_record import SearchRecord
+from autopar.planner.search.practice import PracticeLayout, practice
+from autopar.planner.search.search_progress import (
+    ReportProgress,
+    SearchProgress,
+    TooCostlyError,
+)
+from autopar.planner.search.search_record import SearchRecord, recomputes, saveable
 from autopar.planner.search.state_bytes import least_gathered_bytes, least_state_bytes
 
 log = logging.getLogger(__name__)
@@ -69,32 +76,6 @@ MOST_MICRO_BATCHES = 256
 UNDIVIDED = "tp divides rows alone, so it is data parallelism by another name"
 
 
-class TooCostlyError(AutoparError):
-    """A mesh takes longer to lower than the time that is left."""
-
-
-@dataclass(frozen=True)
-class SearchProgress:
-    """Progress of a search.
-
-    Attributes:
-        done: number of meshes before it.
-        best_s: predicted step time of the best plan so far in seconds, 0 if there is none.
-    """
-
-    mesh: str
-    done: int
-    total: int
-    best_s: float
-
-    def __str__(self) -> str:
-        best = f", best {duration(self.best_s)}" if self.best_s else ""
-        return f"planning {self.mesh}{best}"
-
-
-ReportProgress = Callable[[SearchProgress], None]
-
-
 def fastest_mesh(
     problem: PlanningProblem,
     plan_mesh: PlanMesh,
@@ -119,14 +100,15 @@ def fastest_mesh(
     if not problem.strategy.search:
         return plan_mesh(problem, context)
     search = _MeshSearch(problem=problem, plan_mesh=plan_mesh, context=context, progress=progress)
+    layouts = [*practice(problem, ranks_per_node, problem.cap_on(problem.cluster))]
     first, *others = open_meshes(problem, ranks_per_node)
     small = problem.world_size <= SMALL_WORLD
     if context.timed:
-        return search.timed((first, *others), estimate, refine)
+        return search.timed((first, *others), layouts, estimate, refine)
     if small:
         search.try_mesh(first, 0, len(others) + 1)
         if search.computes_only() and (best := search.best) is not None:
-            least_s = (1.0 - _saveable(best)) * step_s(best)
+            least_s = (1.0 - saveable(best)) * step_s(best)
             return search.finish(search.saveable_note(others), bound_s=least_s)
     search.try_all(search.estimated((first, *others), estimate, tried_first=small))
     search.refine_best(refine)
@@ -156,8 +138,11 @@ class _MeshSearch(SearchRecord):
         self.autotunes = self.context.on_candidate is not None
         self.margin = AUTOTUNE_MARGIN if self.autotunes else 1.0
 
-    def try_mesh(self, strategy: Strategy, done: int, total: int) -> None:
-        """Plans a mesh; the planner chooses the number of micro-batches if the mesh has one."""
+    def try_mesh(self, strategy: Strategy, done: int, total: int, *, pinned: bool = False) -> None:
+        """Plans a mesh; the planner chooses the number of micro-batches if the mesh has one.
+
+        A `pinned` strategy fixes more than the mesh, so it tells nothing of the mesh's other plans.
+        """
         best_s = step_s(self.best) if self.best is not None else 0.0
         progress = SearchProgress(mesh_name(strategy), done, total, best_s)
         log.info("%s, %d of %d", progress, done + 1, total)
@@ -172,13 +157,16 @@ class _MeshSearch(SearchRecord):
         elif context.timed:
             context = replace(context, on_candidate=partial(self.report_first, progress))
         self.looked += 1
-        self.tried.add(mesh_name(strategy))
+        if not pinned:
+            self.tried.add(mesh_name(strategy))
         try:
             self.plans.append(plan := self.plan_mesh(problem, context))
-            self.raise_bound(strategy, plan.search.bound_s if plan.search is not None else 0.0)
+            if not pinned and plan.search is not None:
+                self.raise_bound(strategy, plan.search.bound_s)
         except OutOfMemoryError as failure:
             self.failures.append(failure)
-            self.raise_bound(strategy, math.inf)
+            if not pinned:
+                self.raise_bound(strategy, math.inf)
             arm()
         except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
@@ -190,6 +178,8 @@ class _MeshSearch(SearchRecord):
             if not (self.plans or self.failures):
                 raise
             self.over = True
+        if pinned:
+            return
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
 
@@ -203,12 +193,22 @@ class _MeshSearch(SearchRecord):
             self.progress(replace(progress, best_s=cost.step_s))
 
     def timed(
-        self, strategies: Sequence[Strategy], estimate: EstimateMesh, refine: RefinePlan
+        self,
+        strategies: Sequence[Strategy],
+        layouts: Sequence[PracticeLayout],
+        estimate: EstimateMesh,
+        refine: RefinePlan,
     ) -> Plan:
-        """The search under a time limit: data parallelism first, so that there is an answer."""
+        """The search under a time limit: usual layouts first, so that there is an answer.
+
+        In small worlds data parallelism comes before them.
+        """
         plain, *others = strategies
+        if self.problem.world_size > SMALL_WORLD:
+            self.try_practice(layouts)
+        known = self.best is not None
         self.try_data_parallel(plain)
-        for strategy in sorted(others, key=_likely_to_fit):
+        for strategy in () if known else sorted(others, key=likely_to_fit):
             before = self.best
             divided = before is None or before.model_parallel_size > 1
             if self.over or not divided or not self.context.estimating():
@@ -219,8 +219,10 @@ class _MeshSearch(SearchRecord):
                     break  # narrower models do not help
         if self.computes_only() and (best := self.best) is not None:
             self.refine_best(refine)
-            least_s = (1.0 - _saveable(best)) * step_s(best)
+            least_s = (1.0 - saveable(best)) * step_s(best)
             return self.finish(self.saveable_note(others), bound_s=least_s)
+        if self.problem.world_size <= SMALL_WORLD:
+            self.try_practice(layouts)
         others.sort(key=unusual_axes)
         self.floor_s = self.floor_s or self.floor()
         small = self.problem.world_size <= SMALL_WORLD
@@ -230,6 +232,27 @@ class _MeshSearch(SearchRecord):
         self.close_gap()
         self.refine_best(refine)
         return self.finish(*self.skipped_note())
+
+    def try_practice(self, layouts: Sequence[PracticeLayout]) -> None:
+        """Plans each usual layout, and again with smaller micro-batches if it does not fit."""
+        for layout in layouts:
+            known = self.practice.get(layout.name)
+            if known is None or not known.plan:
+                self.practice[layout.name] = self.practised(layout)
+
+    def practised(self, layout: PracticeLayout) -> PracticePlan:
+        """The plan of a usual layout, or the reason why there is none."""
+        if self.over or not self.context.deadline():
+            return PracticePlan(layout.name, why="no time was left")
+        before, name = list(self.plans), mesh_name(layout.strategy)
+        lacking = len(self.failures)
+        self.try_mesh(layout.strategy, self.looked, self.looked + 1, pinned=True)
+        for plan in self.plans[len(before) :]:
+            return PracticePlan(layout.name, plan.name, step_s(plan))
+        for failure in self.failures[lacking:]:
+            return PracticePlan(layout.name, why=f"lacks {human_bytes(failure.shortfall)}")
+        refusal = self.refusals.pop(name, None)
+        return PracticePlan(layout.name, why=str(refusal or "no time was left"))
 
     def close_gap(self) -> None:
         """Plans the meshes of the least bounds, while that may raise the bound of all."""
@@ -283,14 +306,9 @@ class _MeshSearch(SearchRecord):
     def computes_only(self) -> bool:
         """Whether nearly all of the best step is compute, which every mesh only divides."""
         best = self.best
-        if best is None or best.model_parallel_size > 1 or _recomputes(best):
+        if best is None or best.model_parallel_size > 1 or recomputes(best):
             return False  # or something may be computed twice
-        return _saveable(best) <= NEGLIGIBLE
-
-    def saveable_note(self, others: Sequence[Strategy]) -> str:
-        assert self.best is not None
-        savings = f"{_saveable(self.best):.0%} of the step is all that they could save"
-        return f"not looked at: {abbreviated(map(mesh_name, others))}; {savings}"
+        return saveable(best) <= NEGLIGIBLE
 
     def try_all(self, ordered: Sequence[MeshEstimate]) -> None:
         """Plans estimated meshes in order, as far as they may improve on the best."""
@@ -382,16 +400,11 @@ class _MeshSearch(SearchRecord):
         gathers = self.best is not None and any(n == 3 for _, n in self.best.zero_stages)
         return "tp" in self.problem.strategy.search and not self.autotunes and not gathers
 
-    def leave_out(self, strategy: Strategy) -> None:
-        """Records a mesh without an estimate, unless it was planned."""
-        if mesh_name(strategy) not in self.tried:
-            self.unknown.append(strategy)
-
     def is_memory_bound(self) -> bool:
         """Whether smaller micro-batches could help; they only save memory."""
         if self.best is None:
             return bool(self.failures)
-        return self.best.memory_cap is not None and _recomputes(self.best)
+        return self.best.memory_cap is not None and recomputes(self.best)
 
     def group(self, strategy: Strategy) -> str:
         """Group of a mesh in `without_gain`: its own when autotuning, else one for all."""
@@ -428,19 +441,3 @@ class _MeshSearch(SearchRecord):
         gathered = least_gathered_bytes(infos, ranks, ratio) if any(stages.values()) else 0.0
         stored = problem.strategy.stores_parameters
         return least_state_bytes(infos, stages, ranks, ratio, stored=stored), gathered
-
-
-def _likely_to_fit(strategy: Strategy) -> tuple[bool, int, int]:
-    """Order of meshes where data parallelism does not fit: neighbours, tp, wide models first."""
-    return model_ranks(strategy) > 1, unusual_axes(strategy), -model_ranks(strategy)
-
-
-def _recomputes(plan: Plan) -> bool:
-    return any(level != "none" for _, level in plan.recompute)
-
-
-def _saveable(plan: Plan) -> float:
-    """Fraction of a step that a rank stalls, the most that another mesh can save."""
-    cost = plan.prediction
-    assert cost is not None
-    return cost.exposed_s / cost.step_s + cost.bubble if cost.step_s else 0.0

@@ -128,3 +128,8 @@ def least_compute_s(plan: Plan) -> float:
     if work is None or not work.peak:
         return 0.0
     return work.flops / (work.peak * plan.world_size)
+
+
+def likely_to_fit(strategy: Strategy) -> tuple[bool, int, int]:
+    """Order of meshes where data parallelism does not fit: neighbours, tp, wide models first."""
+    return model_ranks(strategy) > 1, unusual_axes(strategy), -model_ranks(strategy)

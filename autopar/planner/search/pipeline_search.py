@@ -45,7 +45,7 @@ from autopar.planner.evaluate.candidate import Candidate, CandidateConfig, defau
 from autopar.planner.evaluate.cut_points import CutPoints, seconds_of, segments_of
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.p2p import P2PCost
-from autopar.planner.evaluate.pipeline_evaluator import PipelineEvaluator
+from autopar.planner.evaluate.pipeline_evaluator import PipelineEvaluator, StagedEvaluator
 from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.evaluate.stage_partition import Cuts, Segment, partition_stages
 from autopar.planner.search.config_search import search_configs
@@ -135,7 +135,7 @@ def _between(divisors: Sequence[int], most: int) -> Iterator[int]:
             count *= 2
 
 
-def _schedules(
+def open_schedules(
     strategy: Strategy, cut_points: int, micro_batches: int
 ) -> Iterator[tuple[str, int]]:
     """The schedules that a strategy leaves open, and the stages per rank of each."""
@@ -230,7 +230,7 @@ def open_pipelines(
     segments = _segments(setup, strategy, points, micro_batches) if balanced else []
     transfer = P2PCost(setup.cluster, setup.base.mesh).slowest_s
     alike: dict[tuple[object, int], PipelineEvaluator] = {}
-    for schedule, stages_per_rank in _schedules(strategy, len(points.names), micro_batches):
+    for schedule, stages_per_rank in open_schedules(strategy, len(points.names), micro_batches):
         order = orders(schedule, ranks, micro_batches, stages_per_rank)
         places = stage_ranks(schedule, ranks, stages_per_rank)
         flights = [in_flight(order[rank], stage) for stage, rank in enumerate(places)]
@@ -289,21 +289,39 @@ def fastest_pipeline(
             break
     if not tried:
         raise refusals[0]
+    return best_pipeline(tried, strategy, cap, incumbent_s, first)
+
+
+def best_pipeline(
+    tried: Sequence[tuple[StagedEvaluator, Candidate]],
+    strategy: Strategy,
+    cap: int | None,
+    incumbent_s: float = math.inf,
+    first: CandidateConfig | None = None,
+    *,
+    unscheduled: bool = False,
+) -> Candidate:
+    """The fastest plan that fits, from pipelines with the candidate of their default configuration.
+
+    Raises:
+        OutOfMemoryError: nothing fits.
+    """
     limit = math.inf if cap is None else cap
-    tried.sort(key=lambda item: (item[1].needed_bytes > limit, item[1].step_s))
+    tried = sorted(tried, key=lambda item: (item[1].needed_bytes > limit, item[1].step_s))
     finalists = _without_slower_v(tried)[:FINALISTS]
     if tried[0][1].needed_bytes > limit:
         # Raised blocks may make the smallest pipeline fit where the fastest ones never do.
         smallest = min(tried, key=lambda item: item[1].needed_bytes)
         finalists += [smallest] if smallest not in finalists else []
-    best = search_configs((each for each, _ in finalists), strategy, cap, incumbent_s, first)
+    evaluators = (each for each, _ in finalists)
+    best = search_configs(evaluators, strategy, cap, incumbent_s, first, unscheduled=unscheduled)
     runners_up = _runners_up(best.plan, [e.plan for _, e in tried], cap)
     return best.with_plan(runners_up=runners_up, search=None)  # its bound is that of the finalists
 
 
 def _without_slower_v(
-    ordered: list[tuple[PipelineEvaluator, Candidate]],
-) -> list[tuple[PipelineEvaluator, Candidate]]:
+    ordered: Sequence[tuple[StagedEvaluator, Candidate]],
+) -> list[tuple[StagedEvaluator, Candidate]]:
     """Pipelines without the second of two in a V: other choices change them alike."""
     found, seen = [], set[int]()
     for evaluator, candidate in ordered:

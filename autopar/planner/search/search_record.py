@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.core.common.deadline import TimeIsOver
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import RUNNERS_UP, RunnerUp, slower
-from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
 from autopar.core.plan.strategy import Strategy
 from autopar.errors import AutoparError, BatchError, OutOfMemoryError, PlanError
 from autopar.formatting import duration, human_bytes
@@ -33,6 +33,7 @@ class SearchRecord:
         costly: meshes whose lowering would have taken longer than the time that was left.
         looked: number of meshes that were planned.
         tried: names of these meshes.
+        practice: plans of usual layouts, by the name of the layout.
     """
 
     problem: PlanningProblem
@@ -47,6 +48,7 @@ class SearchRecord:
     looked: int = 0
     tried: set[str] = field(default_factory=set)
     over: bool = False
+    practice: dict[str, PracticePlan] = field(default_factory=dict)
 
     @property
     def best(self) -> Plan | None:
@@ -84,6 +86,16 @@ class SearchRecord:
             names = abbreviated(map(mesh_name, self.costly))
             yield f"not looked at: {names}; to lower them takes longer than was left"
 
+    def saveable_note(self, others: Sequence[Strategy]) -> str:
+        assert self.best is not None
+        savings = f"{saveable(self.best):.0%} of the step is all that they could save"
+        return f"not looked at: {abbreviated(map(mesh_name, others))}; {savings}"
+
+    def leave_out(self, strategy: Strategy) -> None:
+        """Records a mesh without an estimate, unless it was planned."""
+        if mesh_name(strategy) not in self.tried:
+            self.unknown.append(strategy)
+
     def outcome(self, bound_s: float | None) -> SearchOutcome:
         """Extent of the search; the bound is that of all estimated meshes unless given."""
         assert self.best is not None
@@ -93,6 +105,7 @@ class SearchRecord:
             left_out=left_out,
             bound_s=self.least_s() if bound_s is None else bound_s,
             complete=not (self.unknown or self.over or self.costly),
+            practice=tuple(self.practice.values()),
         )
 
     def finish(self, *notes: str, bound_s: float | None = None) -> Plan:
@@ -143,3 +156,15 @@ class SearchRecord:
         for other in best.runners_up:
             found.setdefault(other.name, other)
         return tuple(sorted(found.values(), key=lambda other: other.step_s)[:RUNNERS_UP])
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether a plan recomputes activations of any block."""
+    return any(level != "none" for _, level in plan.recompute)
+
+
+def saveable(plan: Plan) -> float:
+    """Fraction of a step that a rank stalls, the most that another mesh can save."""
+    cost = plan.prediction
+    assert cost is not None
+    return cost.exposed_s / cost.step_s + cost.bubble if cost.step_s else 0.0

@@ -12,7 +12,7 @@ import autopar
 from autopar.core.common.deadline import Deadline
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.search_outcome import SearchOutcome
-from autopar.planner.search.mesh_search import SearchProgress
+from autopar.planner.search.search_progress import SearchProgress
 from autopar.session import offline
 from tests.planner.blocks import GPTBlock, Stack
 

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.core.ir.graph import TrainingGraph
-from autopar.core.plan.partition import Partition
 from autopar.core.plan.pipeline import Pipeline
-from autopar.core.plan.prediction import Work
-from autopar.core.plan.strategy import Strategy
 from autopar.planner.evaluate.candidate import Candidate
 from autopar.planner.evaluate.evaluator import Evaluator
-from autopar.planner.evaluate.extended_evaluator import ExtendedEvaluator, ReducedEvaluator
+from autopar.planner.extended.default_pipelines import MORE, default_pipelines
+from autopar.planner.extended.extended_evaluator import ExtendedEvaluator, ReducedEvaluator
+from autopar.planner.extended.reduced_models import ReducedModel, ReducedModels
+from autopar.planner.extended.whole_setup import reduced_work, whole_setup, whole_table
 from autopar.planner.machine import Machine
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.config_search import search_configs
 from autopar.planner.search.fixed_mesh import else_leaner
-from autopar.planner.search.pipeline_search import open_pipelines
-from autopar.planner.search.reduced_models import ReducedModel, ReducedModels
-from autopar.planner.work import work_of
+from autopar.planner.search.pipeline_search import best_pipeline, open_pipelines
 
 
-def can_extend(strategy: Strategy) -> bool:
-    """Whether the plan of a strategy follows from few blocks.
+def can_extend(problem: PlanningProblem, models: ReducedModels) -> bool:
+    """Whether the plan of a problem follows from few blocks.
 
-    It has one stage, the same ZeRO stages for blocks of a kind, and compresses no bucket.
+    It has the same ZeRO stages for blocks of a kind, and compresses no bucket. Stages are equal
+    ranks' runs of blocks of one kind, more of them than the reduced models have.
     """
+    strategy = problem.strategy
     # Compression is chosen bucket by bucket, and few blocks give sizes of buckets only.
     lossy = any(way not in (None, "none") for way in (strategy.compress, strategy.compress_gathers))
-    return strategy.stages == 1 and not isinstance(strategy.zero, Mapping) and not lossy
+    if isinstance(strategy.zero, Mapping) or lossy or not models.kinds:
+        return False
+    if strategy.stages == 1:
+        return True
+    several = len(models.kinds) == 1 and len(models.kinds[0]) >= max(MORE + 1, strategy.stages)
+    return several and strategy.split_points is None and not problem.stage_paces
 
 
 def plan_extended(
@@ -50,6 +54,9 @@ def plan_extended(
     unscheduled = problem.strategy.prefetch is None
 
     def find(memory: int | None) -> Candidate:
+        if strategy.stages > 1:
+            tried = [*default_pipelines(problem, models, machine, context, memory)]
+            return best_pipeline(tried, strategy, cap, context.incumbent_s, unscheduled=unscheduled)
         evaluator = extended_evaluator(problem, models, machine, context, memory)
         return search_configs(
             [evaluator], strategy, cap, context.incumbent_s, unscheduled=unscheduled
@@ -87,65 +94,14 @@ def extended_evaluator(
         if problem.strategy.pipelined:
             evaluator = next(open_pipelines(evaluator, problem.strategy, count))
         evaluators.append(evaluator)
-        work = _work(problem, model.graph, count, machine)
+        work = reduced_work(problem, model.graph, count, machine)
         reduced.append(ReducedEvaluator(evaluator, model.blocks, work, times))
     first = models.get(models.fewest, problem.dp_size, count)
-    setup, base = evaluators[0].setup, problem.base()
-    own = setup.base
-    changed = tuple(name for one in own.changed for name in _names(models, first, one))
-    base = replace(
-        base,
-        levels=own.levels,
-        changed=changed,
-        partitions=tuple(_whole_partition(models, first, each) for each in own.partitions),
-        pipeline=_whole_pipeline(models, first, own.pipeline),
-        notes=own.notes,
-    )
-    kept = {name: info for name, info in problem.parameters.items() if name not in changed}
-    whole = replace(
-        setup,
-        graph=replace(first.graph, parameters=kept),
-        parameters=problem.parameters,
-        base=base,
-        op_strategies=(),
-        note=context.note,
-        deadline=context.deadline,
-    )
+    setup = evaluators[0].setup
+    whole = whole_setup(problem, models, first, setup, context)
+    pipeline = _whole_pipeline(models, first, setup.base.pipeline)
+    whole = replace(whole, base=replace(whole.base, pipeline=pipeline))
     return ExtendedEvaluator(whole, models.kinds, reduced)
-
-
-def _work(problem: PlanningProblem, graph: TrainingGraph, count: int, machine: Machine) -> Work:
-    dtype = problem.precision or str(problem.dtype).removeprefix("torch.")
-    return work_of(graph, count * problem.dp_size, machine.cluster, dtype)
-
-
-def _names(models: ReducedModels, reduced: ReducedModel, name: str) -> Iterator[str]:
-    """Parameters of the whole model that a parameter of the reduced one stands for.
-
-    The last kept block of a kind stands for all that are left out.
-    """
-    own = reduced.names[name]
-    yield own
-    block = reduced.blocks[reduced.parameters[name].block]
-    alike = models.alike(block)
-    kept = [each for each in alike if each in reduced.blocks.values()]
-    if len(alike) > len(kept) and block == kept[-1]:
-        for other in alike[len(kept) :]:
-            yield other + own.removeprefix(block)
-
-
-def _table(
-    models: ReducedModels, reduced: ReducedModel, items: Sequence[tuple[str, object]]
-) -> Iterator[tuple[str, object]]:
-    for name, value in items:
-        for whole in _names(models, reduced, name):
-            yield whole, value
-
-
-def _whole_partition(models: ReducedModels, reduced: ReducedModel, own: Partition) -> Partition:
-    """Placements of all parameters; ranks find the strategies of operators that fit them."""
-    parameters = tuple(_table(models, reduced, own.parameters))
-    return replace(own, parameters=parameters, graph="", rows=0, strategies=())  # type: ignore[arg-type]
 
 
 def _whole_pipeline(
@@ -153,4 +109,4 @@ def _whole_pipeline(
 ) -> Pipeline | None:
     if own is None:
         return None
-    return replace(own, uses=tuple(_table(models, reduced, own.uses)))  # type: ignore[arg-type]
+    return replace(own, uses=tuple(whole_table(models, reduced, own.uses)))  # type: ignore[arg-type]

@@ -19,12 +19,12 @@ from autopar.passes.core.collective_ops import start_all_gather, starts
 from autopar.passes.core.runner import run_passes
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.planner.evaluate.candidate import default_config
+from autopar.planner.extended.extended_search import plan_extended
+from autopar.planner.extended.reduced_models import ReducedModels, only_few_blocks
 from autopar.planner.machine import known_machine
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.estimate_captures import MeshEstimator
-from autopar.planner.search.extended_search import plan_extended
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
-from autopar.planner.search.reduced_models import ReducedModels, only_few_blocks
 from tests.planner.blocks import GPTBlock, Stack, T5Block
 from tests.planner.problems import problem_of
 
