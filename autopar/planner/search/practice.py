@@ -70,8 +70,9 @@ def _named(
         yield from _piped("Megatron's with experts", problem, {"ep": own}, cap)
     if problem.row_length >= LONG_ROW:
         yield "FSDP with cp in a node", 3, {"cp": near}
-    yield "FSDP with tp in a node", 3, {"tp": near}
-    yield from _piped("Megatron's", problem, {"tp": near}, cap)
+    usual = [*_piped("Megatron's", problem, {"tp": near}, cap)]
+    usual.insert(usual[0][2]["pp"] == 1, ("FSDP with tp in a node", 3, {"tp": near}))
+    yield from usual
 
 
 def _piped(
