@@ -1,4 +1,4 @@
-"""`check_account`: the parts of a predicted step and its memory add up, for every plan."""
+"""`account_notes`: whether parts of a predicted step and its memory add up, for every plan."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from collections.abc import Iterator
 from autopar.core.plan.layout import Layout
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Prediction
-from autopar.errors import PlanError
 from autopar.formatting import duration, human_bytes
 
 ROUNDING = 0.01
 """Fraction by which a sum may differ: blocks that few stand for count in proportion."""
 
 
-def check_account(plan: Plan, cost: Prediction) -> None:
-    """Checks a prediction against what must hold of every plan.
+def account_notes(plan: Plan, cost: Prediction) -> Iterator[str]:
+    """A note for each thing that must hold of every plan, and does not hold of a prediction.
 
-    Raises:
-        PlanError: parts of a step exceed it, or a rank holds less than its shards.
+    Parts of a step exceed it, or a rank holds less than its shards.
     """
-    if faults := [*_faults(plan, cost)]:
-        raise PlanError(
-            f"the prediction of {plan.name} does not add up: {'; '.join(faults)}. This is a fault "
-            "of autopar: please report it with the model and the strategy."
-        )
+    for fault in _faults(plan, cost):
+        yield f"the prediction does not add up: {fault}. Please report it: this is a fault of autopar"
 
 
 def _faults(plan: Plan, cost: Prediction) -> Iterator[str]:
@@ -37,12 +32,16 @@ def _faults(plan: Plan, cost: Prediction) -> Iterator[str]:
 
 
 def _least_bytes(plan: Plan) -> float:
-    """Bytes of the parameters on the rank that holds the fewest; 0 if they lie elsewhere."""
+    """Bytes of the parameters on the rank that holds the fewest; 0 if they lie elsewhere.
+
+    Those that forward changes count as buffers.
+    """
     if plan.offload_parameters:
         return 0.0
     layout, pipeline = Layout(plan), plan.pipeline
-    sizes = {name: size * layout.share_of(name) for name, size in plan.parameter_bytes}
+    kept = (item for item in plan.parameter_bytes if item[0] not in plan.changed)
+    sizes = {name: size * layout.share_of(name) for name, size in kept}
     if pipeline is None or plan.pp_size == 1:
         return sum(sizes.values())
     held = map(pipeline.held, range(pipeline.ranks))
-    return min(sum(sizes[name] for name in own) for own in held)
+    return min(sum(sizes.get(name, 0.0) for name in own) for own in held)

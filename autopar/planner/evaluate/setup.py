@@ -28,7 +28,7 @@ from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
 from autopar.passes.data_parallel.shard_parameters import is_sharded
-from autopar.planner.accounts import check_account
+from autopar.planner.accounts import account_notes
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.overlap_scheduler import schedule
 from autopar.planner.evaluate.zero_shards import shard_replicated
@@ -161,8 +161,8 @@ class EvaluationSetup:
 
     def candidate(self, config: CandidateConfig, plan: Plan, prediction: Prediction) -> Candidate:
         """The candidate of a plan and its prediction, which must add up; calls `note`."""
-        check_account(plan, prediction)
         notes = (*plan.notes, *self.overhead.gaps(), *self._unmeasured_tiers(plan))
+        notes = (*notes, *account_notes(plan, prediction))
         plan = replace(plan, prediction=prediction, notes=notes)
         self.note(plan)
         return Candidate(config, plan, prediction, self._host_bytes)

@@ -199,19 +199,19 @@ class _MeshSearch(SearchRecord):
         estimate: EstimateMesh,
         refine: RefinePlan,
     ) -> Plan:
-        """The search under a time limit: usual layouts first, so that there is an answer.
+        """The search under a time limit: data parallelism first, so that there is an answer.
 
-        In small worlds data parallelism comes before them.
+        Beyond small worlds, usual layouts follow before anything is estimated.
         """
         plain, *others = strategies
+        self.try_data_parallel(plain)
         if self.problem.world_size > SMALL_WORLD:
             self.try_practice(layouts)
-        known = self.best is not None
-        self.try_data_parallel(plain)
-        for strategy in () if known else sorted(others, key=likely_to_fit):
+        for strategy in sorted(others, key=likely_to_fit):
             before = self.best
             divided = before is None or before.model_parallel_size > 1
-            if self.over or not divided or not self.context.estimating():
+            practised = before is not None and bool(self.practice)
+            if self.over or practised or not divided or not self.context.estimating():
                 break
             if strategy.pp_size == 1 and self.states_fit(strategy):
                 self.try_data_parallel(strategy)

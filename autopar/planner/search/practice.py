@@ -71,7 +71,7 @@ def _named(
     if problem.row_length >= LONG_ROW:
         yield "FSDP with cp in a node", 3, {"cp": near}
     usual = [*_piped("Megatron's", problem, {"tp": near}, cap)]
-    usual.insert(usual[0][2]["pp"] == 1, ("FSDP with tp in a node", 3, {"tp": near}))
+    usual.insert(usual[0][2]["pp"] > 1, ("FSDP with tp in a node", 3, {"tp": near}))
     yield from usual
 
 
