@@ -19,7 +19,7 @@ def account_notes(plan: Plan, cost: Prediction) -> Iterator[str]:
     Parts of a step exceed it, or a rank holds less than its shards.
     """
     for fault in _faults(plan, cost):
-        yield f"the prediction does not add up: {fault}. Please report it: this is a fault of autopar"
+        yield f"the prediction does not add up: {fault}. This is a fault of autopar: report it"
 
 
 def _faults(plan: Plan, cost: Prediction) -> Iterator[str]:
