@@ -29,7 +29,6 @@ from autopar.planner.extended.stage_blocks import (
 )
 from autopar.planner.extended.whole_setup import reduced_work, whole_setup
 from autopar.planner.machine import Machine
-from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.build_evaluator import build_evaluator
 from autopar.planner.search.pipeline_search import capture_micro_batches, open_schedules
@@ -109,9 +108,8 @@ class _Reduced:
         few = replace(self.problem, parameters=model.parameters)
         # Candidates of a reduced model are no plans of the whole one.
         quiet = replace(self.context, baseline=None, on_candidate=None)
-        carried: SolvedAxes = self.solved
         return build_evaluator(
-            few, model.graph, self.machine, quiet, memory=self.memory, carried=carried
+            few, model.graph, self.machine, quiet, memory=self.memory, carried=self.solved
         ).setup
 
     def pair(self, *, splits: bool) -> tuple[ReducedPipeline, ReducedPipeline]:
@@ -137,7 +135,7 @@ class _Reduced:
         rank_of = stage_ranks(schedule, ranks, stages_per_rank)
         loads, block_s = self._seconds(few, more, len(rank_of))
         blocks = StageBlocks.balanced(alike, rank_of, loads, block_s)
-        uses = blocks.uses(self.models_of[0], self.uses[0], alike, problem.parameters)
+        uses = blocks.uses(self.models, self.models_of[0], self.uses[0], problem.parameters)
         rows = few.evaluator.pipeline.rows
         pipeline = Pipeline(ranks, schedule, self.count, stages_per_rank, uses, rows)
         whole = whole_setup(problem, self.models, self.models_of[0], self.setups[0], self.context)

@@ -204,25 +204,44 @@ class ExtendedEvaluator(Evaluator):
         for item, candidate in zip(self.reduced[1:], more, strict=True):
             assert candidate.parts is not None
             samples.append(MoreBlocks(candidate.parts, item.times))
-        gathered = config.gather_bytes * (1 + config.prefetch) if zero_stage == 3 else 0
-        return grown_parts(few.parts, samples, zero_stage, config.reduce_bytes + gathered)
+        return grown_parts(few.parts, samples, zero_stage, most_bucket_bytes(config, zero_stage))
 
     def _reduced_config(
         self, reduced: ReducedEvaluator, classes: Sequence[Class], config: CandidateConfig
     ) -> CandidateConfig:
-        zero, levels = dict(config.zero_stages), dict(config.recompute)
-        offloaded = set(config.offload)
-        for kind, (stage, level, away) in zip(self.kinds, classes, strict=True):
-            zero |= dict.fromkeys(kind, stage)
-            levels |= dict.fromkeys(kind, level)
-            offloaded = offloaded.union(kind) if away else offloaded.difference(kind)
-        blocks = [(own, reduced.blocks[own]) for own in reduced.evaluator.setup.blocks]
-        return replace(
-            config,
-            zero_stages=tuple((own, zero[block]) for own, block in blocks),
-            recompute=tuple((own, levels[block]) for own, block in blocks),
-            offload=tuple(own for own, block in blocks if block in offloaded),
-        )
+        return reduced_config(config, self.kinds, classes, reduced.evaluator, reduced.blocks)
+
+
+def reduced_config(
+    config: CandidateConfig,
+    kinds: Sequence[Sequence[str]],
+    classes: Sequence[Class],
+    evaluator: Evaluator,
+    names: Mapping[str, str],
+) -> CandidateConfig:
+    """The configuration of a reduced model, whose blocks of each kind are all of one class.
+
+    `names` are those of its blocks in the whole model.
+    """
+    zero, levels = dict(config.zero_stages), dict(config.recompute)
+    offloaded = set(config.offload)
+    for kind, (stage, level, away) in zip(kinds, classes, strict=True):
+        zero |= dict.fromkeys(kind, stage)
+        levels |= dict.fromkeys(kind, level)
+        offloaded = offloaded.union(kind) if away else offloaded.difference(kind)
+    blocks = [(block, names[block]) for block in evaluator.setup.blocks]
+    return replace(
+        config,
+        zero_stages=tuple((block, zero[name]) for block, name in blocks),
+        recompute=tuple((block, levels[name]) for block, name in blocks),
+        offload=tuple(block for block, name in blocks if name in offloaded),
+    )
+
+
+def most_bucket_bytes(config: CandidateConfig, zero_stage: int) -> int:
+    """Most bytes of all buckets at one moment."""
+    gathered = config.gather_bytes * (1 + config.prefetch) if zero_stage == 3 else 0
+    return config.reduce_bytes + gathered
 
 
 def figures_of(candidate: Candidate, work: Work) -> dict[tuple[str, str], float]:

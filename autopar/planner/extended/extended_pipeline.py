@@ -28,7 +28,7 @@ from autopar.planner.evaluate.pipeline_evaluator import (
 from autopar.planner.evaluate.pipeline_prediction import SimulatedPipeline
 from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.evaluate.stage_figures import StageFigures
-from autopar.planner.extended.extended_evaluator import Class
+from autopar.planner.extended.extended_evaluator import Class, most_bucket_bytes, reduced_config
 from autopar.planner.extended.stage_blocks import FEWEST, ROLES, StageBlocks
 from autopar.planner.extended.stage_growth import (
     grown_cost,
@@ -175,14 +175,11 @@ class ExtendedPipelineEvaluator(StagedEvaluator):
         return len(self.blocks[stage]) - FEWEST
 
     def _stage(self, stage: int, config: CandidateConfig) -> StageFigures:
-        bucket_bytes, parts = config.reduce_bytes, []
+        parts = []
         for share, own in self._mixture(stage, config):
-            few, more = self._pair(own, config)
-            zero_stage = own[0]
-            gathered = config.gather_bytes * (1 + config.prefetch) if zero_stage == 3 else 0
-            one, other = (each.figures[self._role(stage)] for each in (few, more))
-            size = bucket_bytes + gathered
-            parts.append((share, grown_stage(one, other, self._count(stage), zero_stage, size)))
+            few, more = (each.figures[self._role(stage)] for each in self._pair(own, config))
+            size = most_bucket_bytes(config, own[0])
+            parts.append((share, grown_stage(few, more, self._count(stage), own[0], size)))
         return mixed(parts)
 
     def _cost(
@@ -236,18 +233,5 @@ class ExtendedPipelineEvaluator(StagedEvaluator):
         self, item: ReducedPipeline, own: Class, config: CandidateConfig
     ) -> CandidateConfig:
         """The configuration of a reduced model whose repeated blocks are all of one class."""
-        repeated = {block for stage in self.blocks for block in stage}
-        zero, levels, offloaded = (
-            dict(config.zero_stages), dict(config.recompute), set(config.offload)
-        )  # fmt: skip
-        stage, level, away = own
-        zero |= dict.fromkeys(repeated, stage)
-        levels |= dict.fromkeys(repeated, level)
-        offloaded = offloaded | repeated if away else offloaded - repeated
-        pairs = [(each, item.blocks[each]) for each in item.evaluator.setup.blocks]
-        return replace(
-            config,
-            zero_stages=tuple((each, zero[block]) for each, block in pairs),
-            recompute=tuple((each, levels[block]) for each, block in pairs),
-            offload=tuple(each for each, block in pairs if block in offloaded),
-        )
+        repeated = [block for stage in self.blocks for block in stage]
+        return reduced_config(config, [repeated], [own], item.evaluator, item.blocks)

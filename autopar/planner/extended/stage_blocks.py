@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.graph import ParameterInfo, TrainingGraph
 from autopar.errors import StrategyError
 from autopar.passes.pipeline_parallel.stage_dependence import parameter_uses
 from autopar.planner.evaluate.cut_points import CutPoints, Uses
-from autopar.planner.extended.reduced_models import ReducedModel
+from autopar.planner.extended.reduced_models import ReducedModel, ReducedModels
+from autopar.planner.extended.whole_setup import whole_table
 
 FEWEST = 2
 """Blocks of each stage of a reduced model; of another one it has one more."""
@@ -59,28 +60,22 @@ class StageBlocks:
         return StageBlocks(tuple(tuple(blocks[a:b]) for a, b in zip(starts, ends, strict=True)))
 
     def uses(
-        self, reduced: ReducedModel, uses: Uses, alike: Sequence[str], names: Mapping[str, object]
+        self,
+        models: ReducedModels,
+        reduced: ReducedModel,
+        uses: Uses,
+        parameters: Mapping[str, ParameterInfo],
     ) -> Uses:
-        """Stages of all uses of the whole model's parameters, from those of a reduced model.
-
-        Args:
-            reduced: the reduced model.
-            uses: uses of its parameters, by its own stages.
-            alike: names of the blocks of the kind in the whole model.
-            names: names of all parameters of the whole model.
-        """
+        """Stages of all uses of the whole model's `parameters`, from those of a reduced model."""
         stage_of = {block: stage for stage, own in enumerate(self.stages) for block in own}
-        last, found = len(self.stages) - 1, dict[str, tuple[int, ...]]()
-        kept = [block for block in reduced.blocks.values() if block in alike]
-        for own, at in uses:
-            name, block = reduced.names[own], reduced.blocks[reduced.parameters[own].block]
-            if block not in alike:
-                found[name] = tuple(last if stage == ROLES - 1 else 0 for stage in at)
-                continue
-            followers = alike[len(kept) :] if block == kept[-1] else ()
-            for other in (block, *followers):
-                found[other + name.removeprefix(block)] = (stage_of[other],) * len(at)
-        return tuple((name, found[name]) for name in names if name in found)
+        last, stages = len(self.stages) - 1, dict[str, tuple[int, ...]]()
+        for name, at in whole_table(models, reduced, uses):
+            block = parameters[name].block
+            stages[name] = tuple(
+                stage_of.get(block, last if stage == ROLES - 1 else 0)
+                for stage in at  # type: ignore[attr-defined]
+            )
+        return tuple((name, stages[name]) for name in parameters if name in stages)
 
 
 def reduced_stages(reduced: ReducedModel, graph: TrainingGraph, alike: Sequence[str]) -> Uses:
