@@ -12,6 +12,7 @@ from autopar.core.ir.graph import TrainingGraph
 from autopar.core.plan.layout import Layout
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import MOST_EXPOSED, Prediction
+from autopar.core.plan.report_data import ReportData
 from autopar.cost_model.algorithms.wire_bytes import node_bytes, sent_bytes
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.memory.host_memory import HostMemory
@@ -21,12 +22,13 @@ from autopar.passes.communication.bucket_collectives import BucketCollectives, p
 from autopar.passes.communication.schedule_overlap import ScheduleOverlap
 from autopar.passes.core.pass_pipeline import PassPipeline
 from autopar.passes.core.runner import run_passes
+from autopar.passes.memory.lower_attention import LowerAttention
 from autopar.passes.pipeline import build_pass_pipeline
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.report_data import report_data_of
 from autopar.planner.evaluate.setup import EvaluationSetup, ProgramCache, timeline_events
 
-CACHED_PROGRAMS = 6
+CACHED_PROGRAMS, CACHED_PREFIXES = 6, 4
 
 
 class Evaluator(ABC):
@@ -54,7 +56,8 @@ class SpmdEvaluator(Evaluator):
     def __init__(self, setup: EvaluationSetup) -> None:
         super().__init__(setup)
         self._programs = ProgramCache[tuple[Plan, TrainingGraph]](CACHED_PROGRAMS)
-        self._prefixes = ProgramCache[TrainingGraph](1)
+        self._prefixes = ProgramCache[TrainingGraph](CACHED_PREFIXES)
+        self._divided = ProgramCache[TrainingGraph](1)
 
     def plan(self, config: CandidateConfig) -> Plan:
         return self._program(config)[0]
@@ -94,7 +97,9 @@ class SpmdEvaluator(Evaluator):
             exposures=worst(result.exposures, MOST_EXPOSED),
             events=timeline_events(events),
             memory_curve=tuple((round(at, 8), nbytes) for at, nbytes in result.memory_curve),
-            report_data=report_data_of(graph, setup.cluster, result),
+            report_data=(
+                report_data_of(graph, setup.cluster, result) if setup.reports else ReportData()
+            ),
         )
         plan = replace(plan, notes=(*plan.notes, *result.notes()))
         candidate = setup.candidate(config, plan, prediction)
@@ -112,33 +117,43 @@ class SpmdEvaluator(Evaluator):
 
     def _lower(self, config: CandidateConfig) -> tuple[Plan, TrainingGraph]:
         plan = self.setup.draft(config)
-        prefix, rest = self._passes(plan)
+        first, prefix, rest = self._passes(plan)
         # Gradients along tp, cp and ep are bucketed within the prefix. A plan without collectives
         # has all passes in the prefix, offloading too.
         sized = config.reduce_bytes if self.setup.op_strategies else 0
         stored = plan.offload, plan.offload_parameters
         graph = self._prefixes.get(
             (plan.zero_stages, plan.recompute, plan.loss_chunks, stored, sized),
-            lambda: run_passes(replace(self.setup.graph, axes=Layout(plan).axes), prefix),
+            lambda: run_passes(self._divided_graph(plan, first), prefix),
         )
         plan = replace(plan, notes=(*plan.notes, *graph.notes))
         if rest and isinstance(rest[0], BucketCollectives):
             buckets = propose_buckets(graph, config.gather_bytes, config.reduce_bytes)
             plan = replace(plan, buckets=buckets, compressions=config.compressions(buckets))
         if config.scheduled:
-            overlaps = self.setup.overlaps(config, graph, self._passes(plan)[1])
+            overlaps = self.setup.overlaps(config, graph, self._passes(plan)[2])
             plan = replace(plan, overlaps=overlaps)
-        graph = run_passes(graph, self._passes(plan)[1])
+        graph = run_passes(graph, self._passes(plan)[2])
         sent = sent_bytes(graph, self.setup.base.comm_backend)
         return replace(plan, sent_bytes=tuple(sorted(sent.items()))), graph
 
-    def _passes(self, plan: Plan) -> tuple[PassPipeline, PassPipeline]:
-        """Passes with cached results, and passes that depend on buckets and overlap."""
+    def _divided_graph(self, plan: Plan, passes: PassPipeline) -> TrainingGraph:
+        """The graph divided over ranks of a model, which most configurations share."""
+        axes = Layout(plan).axes
+        key = tuple(axes.items()), passes.names
+        return self._divided.get(
+            key, lambda: run_passes(replace(self.setup.graph, axes=axes), passes)
+        )
+
+    def _passes(self, plan: Plan) -> tuple[PassPipeline, PassPipeline, PassPipeline]:
+        """Passes that divide the model, others with cached results, and those from buckets on."""
         setup = self.setup
-        return build_pass_pipeline(
+        passes = build_pass_pipeline(
             plan,
             0,
             setup.base.comm_backend,
             op_strategies=setup.op_strategies,
             micro_batches=setup.micro_batches,
-        ).split(BucketCollectives, ScheduleOverlap)
+        )
+        first, others = passes.split(LowerAttention)
+        return first, *others.split(BucketCollectives, ScheduleOverlap)

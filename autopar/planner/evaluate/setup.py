@@ -65,6 +65,7 @@ class EvaluationSetup:
         op_strategies: strategies of the graph along each model-parallel axis.
         micro_batches: number of micro-batches of a rank, of which the graph computes one.
         paces: seconds of each pipeline rank for a second of the mean rank; () if equal.
+        reports: whether predictions hold what the HTML report draws.
         note: callback for every simulated plan.
         deadline: callback; returns whether there is time for another candidate.
     """
@@ -79,6 +80,7 @@ class EvaluationSetup:
     op_strategies: tuple[NodeStrategies, ...] = ()
     micro_batches: int = 1
     paces: tuple[float, ...] = ()
+    reports: bool = True
     note: Callable[[Plan], None] = field(default=lambda plan: None, compare=False, repr=False)
     deadline: Callable[[], bool] = field(default=lambda: True, compare=False, repr=False)
 

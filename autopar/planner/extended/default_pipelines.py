@@ -109,7 +109,13 @@ class _Reduced:
         # Candidates of a reduced model are no plans of the whole one.
         quiet = replace(self.context, baseline=None, on_candidate=None)
         return build_evaluator(
-            few, model.graph, self.machine, quiet, memory=self.memory, carried=self.solved
+            few,
+            model.graph,
+            self.machine,
+            quiet,
+            memory=self.memory,
+            carried=self.solved,
+            reports=False,
         ).setup
 
     def pair(self, *, splits: bool) -> tuple[ReducedPipeline, ReducedPipeline]:

@@ -89,7 +89,7 @@ def extended_evaluator(
         model = models.get(layers, problem.dp_size, count)
         few = replace(problem, parameters=model.parameters)
         evaluator: Evaluator = build_evaluator(
-            few, model.graph, machine, quiet, memory=memory, carried=solved
+            few, model.graph, machine, quiet, memory=memory, carried=solved, reports=False
         )
         if problem.strategy.pipelined:
             evaluator = next(open_pipelines(evaluator, problem.strategy, count))

@@ -46,11 +46,13 @@ def build_evaluator(
     memory: int | None = None,
     op_strategies: Sequence[NodeStrategies] | None = None,
     carried: SolvedAxes | None = None,
+    reports: bool = True,
 ) -> SpmdEvaluator:
     """Builds the evaluator of a captured graph, which predicts nothing without a machine.
 
     The partition holds at most `memory` bytes per rank over a step. Strategies along the
-    model-parallel axes are solved for unless given, or taken from `carried`.
+    model-parallel axes are solved for unless given, or taken from `carried`. Without `reports`,
+    predictions lack what the HTML report draws.
     """
     context, axes = context or SearchContext(), problem.strategy.axes
     if machine is not None and problem.state_block_bytes:
@@ -100,6 +102,7 @@ def build_evaluator(
         update=machine.update if machine else None,  # type: ignore[arg-type]
         overhead=replace(machine.overhead if machine else Overhead(), batches=batches),
         paces=problem.stage_paces,
+        reports=reports,
         deadline=context.deadline,
         note=context.note,
     )
