@@ -15,7 +15,6 @@ from autopar.core.ir.mesh_levels import DATA_AXIS
 from autopar.core.ir.placement import Replicate
 from autopar.core.plan.decisions import fingerprint
 from autopar.core.plan.plan import Plan
-from autopar.core.plan.prediction import Prediction, RunnerUp, slower
 from autopar.core.plan.strategy import REDUCE_PRECISIONS, Strategy
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.kernels.fusion import EAGER
@@ -24,7 +23,7 @@ from autopar.cost_model.measurement.optimizer_step import Optimizer
 from autopar.cost_model.memory.allocator import context_bytes
 from autopar.cost_model.memory.optimizer_memory import optimizer_state_ratio
 from autopar.errors import StrategyError
-from autopar.formatting import human_bytes
+from autopar.planner.baseline import Baseline
 
 Graphs = Mapping[int, TrainingGraph]
 """The captured graph of one micro-batch, by the number of micro-batches."""
@@ -255,55 +254,3 @@ class SearchContext:
             self.baseline.note(plan)
         if self.on_candidate is not None:
             self.on_candidate(plan)
-
-
-class Baseline:
-    """The best of torch's DDP and fully_shard among the candidates of a search.
-
-    Attributes:
-        fastest: the fastest plan of each by its ZeRO stage, 0 or 3; one that fits, if any does.
-    """
-
-    def __init__(self, cap: int | None) -> None:
-        self.cap = cap
-        self.fastest: dict[int, Plan] = {}
-
-    @property
-    def best(self) -> Plan | None:
-        """The fastest candidate that fits, None if there is none yet."""
-        fitting = (plan for plan in self.fastest.values() if not self._order(plan)[0])
-        return min(fitting, key=self._order, default=None)
-
-    def note(self, plan: Plan) -> None:
-        """Records a candidate if it is DDP's or fully_shard's."""
-        if plan.prediction is not None and is_baseline(plan):
-            stage = plan.zero_stages[0][1]
-            known = self.fastest.get(stage)
-            if known is None or self._order(plan) < self._order(known):
-                self.fastest[stage] = plan
-
-    def runner_up(self, stage: int, best: Prediction) -> RunnerUp | None:
-        """The fastest plan of a ZeRO stage, beside the best of all; None if none is known."""
-        plan = self.fastest.get(stage)
-        if plan is None or (cost := plan.prediction) is None:
-            return None
-        why = slower(cost, best)
-        if self._order(plan)[0]:
-            why = f"needs {human_bytes(cost.needed_bytes - (self.cap or 0))} more than the cap"
-        return RunnerUp.of(plan.name, cost, why)
-
-    def _order(self, plan: Plan) -> tuple[bool, float]:
-        cost = plan.prediction
-        assert cost is not None
-        return self.cap is not None and cost.needed_bytes > self.cap, cost.step_s
-
-
-def is_baseline(plan: Plan) -> bool:
-    """Whether a plan is plain data parallelism: one ZeRO stage, 0 or 3, and one recomputation."""
-    stages = {stage for _, stage in plan.zero_stages}
-    levels = {level for _, level in plan.recompute}
-    lossy = any((*plan.compressions.reduce, *plan.compressions.gather))
-    uniform = stages in ({0}, {3}) and len(levels) <= 1 and not plan.hybrid
-    other = lossy or plan.overlaps or plan.offload or plan.offload_parameters
-    plain = plan.loss_chunks == 1 and not other
-    return uniform and plan.dp_size == plan.world_size and plain

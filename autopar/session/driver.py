@@ -11,12 +11,14 @@ from autopar.core.common.deadline import Deadline
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.search_outcome import SearchOutcome
 from autopar.core.plan.strategy import Strategy
+from autopar.planner.baseline import DDP, FSDP, RECOMPUTED, Baseline
 from autopar.planner.evaluate.candidate import CandidateConfig
 from autopar.planner.machine import Machine
-from autopar.planner.problem import Baseline, Graphs, PlanningProblem, SearchContext
+from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.mesh_search import EstimateMesh, fastest_mesh
 from autopar.planner.search.search_progress import ReportProgress
+from autopar.planner.search.state_bytes import ddp_state_bytes
 
 MESH_SHARE = 0.2
 """Fraction of the time limit for improving on the first plan of one of several meshes."""
@@ -93,14 +95,20 @@ class Driver(ABC):
         return None
 
     def with_outcome(self, plan: Plan, problem: PlanningProblem) -> Plan:
-        """The plan of a problem with torch's best data parallelism and the extent of the search."""
+        """The plan of a problem with usual plans by name, and the extent of the search."""
         if (cost := plan.prediction) is None:
             return plan
-        known = self.baseline
-        best, ddp, fsdp = self.decide(
-            lambda: (known.best, known.runner_up(0, cost), known.runner_up(3, cost))
+        known, outcome = self.baseline, plan.search or SearchOutcome()
+        held_bytes = ddp_state_bytes(problem.parameters.values(), problem.state_ratio)
+        best, ddp, fsdp, usual = self.decide(
+            lambda: (
+                known.best,
+                known.runner_up(cost, DDP),
+                known.runner_up(cost, FSDP, RECOMPUTED),
+                tuple(known.usual(held_bytes)) if known.fastest else (),
+            )
         )
-        found = replace(plan.search or SearchOutcome(), ddp=ddp, fsdp=fsdp)
+        found = replace(outcome, ddp=ddp, fsdp=fsdp, practice=(*usual, *outcome.practice))
         if best is not None and best.prediction is not None:
             found = replace(found, baseline=best.name, baseline_s=best.prediction.step_s)
         note = cost.work.note(plan.world_size) if cost.work is not None else None

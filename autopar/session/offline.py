@@ -19,9 +19,12 @@ from autopar.core.common.garbage import rare_collections
 from autopar.core.ir.graph import TrainingGraph
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.recompute import LEVELS, Level
+from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
 from autopar.core.plan.strategy import Strategy
-from autopar.errors import BatchError, PlanError, StrategyError
-from autopar.formatting import human_bytes
+from autopar.cost_model.cost import ClusterError
+from autopar.errors import BatchError, OutOfMemoryError, PlanError, StrategyError
+from autopar.formatting import first_line, human_bytes
+from autopar.planner.baseline import DDP, FSDP, RECOMPUTED
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
 from autopar.planner.extended.extended_search import can_extend, plan_extended
 from autopar.planner.extended.reduced_models import ReducedModels
@@ -34,6 +37,7 @@ from autopar.planner.search.measure_problem import measure_problem, needs_machin
 from autopar.planner.search.mesh_search import EstimateMesh
 from autopar.planner.search.oom_advice import on_more_ranks, plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
+from autopar.planner.search.practice import MEGATRONS, practice
 from autopar.planner.search.search_progress import ReportProgress, TooCostlyError
 from autopar.session.driver import Driver
 
@@ -181,16 +185,43 @@ class OfflineDriver(Driver):
     def with_outcome(self, plan: Plan, problem: PlanningProblem) -> Plan:
         """Also predicts DDP and fully_shard, where the search did not."""
         if plan.prediction is not None:
-            for stage in {0, 3} - self.baseline.fastest.keys():
-                self._predict_baseline(problem, stage, LEVELS[:1])
-            if self.baseline.best is None:
+            known = self.baseline.fastest
+            if DDP not in known:
+                self._predict_baseline(problem, 0, LEVELS[:1])
+            if FSDP not in known:
+                self._predict_baseline(problem, 3, LEVELS[:1])
+            if not any(self.baseline.fits(known.get(name)) for name in (FSDP, RECOMPUTED)):
                 self._predict_baseline(problem, 3, LEVELS[1:])
+            plan = self._with_megatrons(plan, problem)
         return super().with_outcome(plan, problem)
+
+    def _with_megatrons(self, plan: Plan, problem: PlanningProblem) -> Plan:
+        """The plan with the step of Megatron's layout, which a search that ended early left out."""
+        outcome, cluster = plan.search, problem.cluster
+        if outcome is None or cluster is None or not self._is_absent(problem):
+            return plan
+        layouts = practice(problem, cluster.ranks_per_node, problem.cap_on(cluster))
+        usual = next((each for each in layouts if each.name == MEGATRONS), None)
+        if usual is None or MEGATRONS in {each.name for each in outcome.practice}:
+            return plan
+        why = "no time was left"
+        try:
+            if self.deadline():
+                own = self.plan_mesh(replace(problem, strategy=usual.strategy), SearchContext())
+                own_s = own.prediction.step_s if own.prediction is not None else 0.0
+                return _with_practice(plan, PracticePlan(MEGATRONS, own.name, own_s))
+        except OutOfMemoryError as failure:
+            why = f"lacks {human_bytes(failure.shortfall)}"
+        except (StrategyError, BatchError, ClusterError) as refusal:
+            why = first_line(refusal)
+        except (TimeIsOver, TooCostlyError):
+            pass
+        return _with_practice(plan, PracticePlan(MEGATRONS, why=why))
 
     def _predict_baseline(
         self, problem: PlanningProblem, stage: int, levels: Sequence[Level]
     ) -> None:
-        """Lowers the whole model at each level of recomputation, until DDP or fully_shard fits.
+        """Lowers the whole model at each level of recomputation, until one fits.
 
         It does so where nothing has to be measured and time is left.
         """
@@ -210,8 +241,8 @@ class OfflineDriver(Driver):
             evaluator = build_evaluator(problem, graph, self._absent_machine(problem), context)
             for level in levels:
                 own = replace(strategy, recompute=level)
-                evaluator.evaluate(default_config(own, problem.blocks, stage))
-                if self.baseline.best is not None:
+                candidate = evaluator.evaluate(default_config(own, problem.blocks, stage))
+                if candidate.fits(self.baseline.cap):
                     return
 
     def _extends(self, problem: PlanningProblem) -> bool:
@@ -268,6 +299,11 @@ class OfflineDriver(Driver):
 
     def _capture_slice(self, slices: int, cache: CaptureCache) -> TrainingGraph:
         return self._capture_rank(slices, cache=cache, in_time=slices > 1)
+
+
+def _with_practice(plan: Plan, layout: PracticePlan) -> Plan:
+    outcome = plan.search or SearchOutcome()
+    return replace(plan, search=replace(outcome, practice=(*outcome.practice, layout)))
 
 
 def _too_large(whole: Plan, problem: PlanningProblem) -> Plan | None:

@@ -9,7 +9,8 @@ import autopar
 from autopar.core.common.deadline import Deadline
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.strategy import Strategy
-from autopar.planner.problem import Baseline, SearchContext
+from autopar.planner.baseline import Baseline
+from autopar.planner.problem import SearchContext
 from autopar.session.offline import OfflineDriver
 from tests.harness.training import fixed
 from tests.planner.problems import problem_of

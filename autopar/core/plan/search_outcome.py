@@ -38,7 +38,7 @@ class SearchOutcome:
         complete: whether the search ended before its time ran out.
         ddp: the fastest plan of DDP, whether it fits or not; None if it was not predicted.
         fsdp: the same of fully_shard.
-        practice: plans of layouts that practitioners would choose.
+        practice: plans of DDP, FSDP and other layouts that practitioners would choose.
     """
 
     looked: Count = 0

@@ -24,6 +24,9 @@ LONG_ROW = 32768
 STATES_SHARE = 0.5
 """Most of a rank's memory that parameters, gradients and states take in Megatron's layout."""
 
+MEGATRONS = "Megatron's"
+"""Name of tensor parallelism in a node, then as many pipeline stages as memory demands."""
+
 AXES = ("pp", "tp", "cp", "ep")
 
 
@@ -67,10 +70,10 @@ def _named(
     own = next((n for n in range(near, 1, -1) if near % n == 0 and n <= experts), 1)
     if own > 1:
         yield "FSDP with experts in a node", 3, {"ep": own}
-        yield from _piped("Megatron's with experts", problem, {"ep": own}, cap)
+        yield from _piped(f"{MEGATRONS} with experts", problem, {"ep": own}, cap)
     if problem.row_length >= LONG_ROW:
         yield "FSDP with cp in a node", 3, {"cp": near}
-    usual = [*_piped("Megatron's", problem, {"tp": near}, cap)]
+    usual = [*_piped(MEGATRONS, problem, {"tp": near}, cap)]
     usual.insert(usual[0][2]["pp"] > 1, ("FSDP with tp in a node", 3, {"tp": near}))
     yield from usual
 

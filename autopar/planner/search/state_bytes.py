@@ -34,6 +34,13 @@ def least_state_bytes(
     return least
 
 
+def ddp_state_bytes(parameters: Iterable[ParameterInfo], state_ratio: float) -> float:
+    """Bytes of parameters, gradients and optimizer states where each rank has all of them."""
+    infos = list(parameters)
+    stages = dict.fromkeys((info.block for info in infos), 0)
+    return least_state_bytes(infos, stages, 1, state_ratio)
+
+
 def largest_share(info: ParameterInfo, ranks: int) -> float:
     """Fraction of a parameter on the first of some ranks.
 

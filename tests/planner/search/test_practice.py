@@ -87,5 +87,5 @@ def test_a_plan_names_them_and_is_never_slower() -> None:
         assert not each.plan or each.step_s >= 0.99 * plan.prediction.step_s
     assert "FSDP with tp in a node" in " ".join(brief(plan).split())
     assert not [note for note in plan.notes if "add up" in note]
-    assert "usual layouts: FSDP with tp in a node" in str(plan)
+    assert "usual layouts: DDP" in str(plan)
     assert autopar.Plan.from_dict(plan.to_dict()) == plan

@@ -1,11 +1,12 @@
-"""Until when a search goes on, and what it records."""
+"""Torch's data parallelism, by name, among the candidates of a search."""
 
 from dataclasses import replace
 
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Prediction
 from autopar.core.plan.strategy import Strategy
-from autopar.planner.problem import Baseline, SearchContext
+from autopar.planner.baseline import DDP, FSDP, RECOMPUTED, Baseline
+from autopar.planner.problem import SearchContext
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 
@@ -27,9 +28,9 @@ def test_the_baseline_is_the_fastest_of_ddp_and_fully_shard_that_fits() -> None:
     context.note(fast := candidate(3, 0.5))
     context.note(candidate(0, 0.6))
     assert baseline.best is fast
-    assert {stage: plan.prediction.step_s for stage, plan in baseline.fastest.items()} == {
-        0: 0.6,
-        3: 0.5,
+    assert {name: plan.prediction.step_s for name, plan in baseline.fastest.items()} == {
+        DDP: 0.6,
+        FSDP: 0.5,
     }
 
 
@@ -38,5 +39,23 @@ def test_a_baseline_that_does_not_fit_is_known_with_what_it_lacks() -> None:
     baseline.note(candidate(0, 0.1, nbytes=11))
     chosen = candidate(3, 0.2).prediction
     assert baseline.best is None
-    assert baseline.runner_up(0, chosen).why == "needs 1 B more than the cap"
-    assert baseline.runner_up(3, chosen) is None
+    assert baseline.runner_up(chosen, DDP).why == "needs 1 B more than the cap"
+    assert baseline.runner_up(chosen, FSDP, RECOMPUTED) is None
+
+
+def test_every_usual_name_has_a_step_or_a_reason() -> None:
+    baseline = Baseline(cap=10)
+    assert [each.why for each in baseline.usual(12.0)] == [
+        "its parameters and states alone need 2 B more than the cap",
+        "not predicted",
+        "not predicted",
+    ]
+    baseline.note(candidate(3, 0.2, nbytes=11))
+    again = candidate(3, 0.3)
+    baseline.note(replace(again, recompute=(("0", "full"),)))
+    ddp, plain, recomputed = baseline.usual(9.0)
+    assert (ddp.why, plain.why) == ("not predicted", "needs 1 B more than the cap")
+    assert (recomputed.plan, recomputed.step_s) == ("zero 3", 0.3)
+    baseline = Baseline(cap=10)
+    baseline.note(candidate(3, 0.2))
+    assert [*baseline.usual(9.0)][2].why == "not needed, since FSDP fits without"
