@@ -22,7 +22,7 @@ from autopar.core.plan.recompute import LEVELS, Level
 from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
 from autopar.core.plan.strategy import Strategy
 from autopar.cost_model.cost import ClusterError
-from autopar.errors import BatchError, OutOfMemoryError, PlanError, StrategyError
+from autopar.errors import BatchError, CaptureError, OutOfMemoryError, PlanError, StrategyError
 from autopar.formatting import first_line, human_bytes
 from autopar.planner.baseline import DDP, FSDP, RECOMPUTED
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
@@ -140,8 +140,8 @@ class OfflineDriver(Driver):
         """The plan of a mesh; by arithmetic from few blocks where time is limited."""
         if self._extends(problem):
             # Stages that few blocks do not tell of, and micro-batches that differ by a row, are
-            # lowered whole.
-            with contextlib.suppress(UnevenStagesError, BatchError):
+            # lowered whole. So is a model that does not run with fewer blocks.
+            with contextlib.suppress(UnevenStagesError, BatchError, CaptureError):
                 return self._plan_extended(problem, context)
         if self.deadline.armed and self._whole_s(problem.strategy.stages) > self.deadline.left_s:
             raise TooCostlyError("lowering takes longer than the time that is left")

@@ -73,3 +73,26 @@ def test_fully_shard_that_fits_with_recomputation_is_the_baseline() -> None:
     plan = planned("full", memory=needed[1], dp_shard=8)
     assert plan.search.baseline_s > 0
     assert "recompute" in plan.search.baseline
+
+
+class Tables(nn.Module):
+    """A table for each column of ids; the product behind them counts on their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(512, 16, device="meta") for _ in range(12))
+        self.top = nn.Linear(12 * 16, 64, device="meta")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = [table(ids[:, column]) for column, table in enumerate(self.tables)]
+        return self.top(torch.cat(rows, 1)).square().mean()
+
+
+def test_a_model_that_does_not_run_with_fewer_blocks_is_lowered_whole_in_limited_time() -> None:
+    ids = torch.zeros(64, 12, dtype=torch.long, device="meta")
+    cluster = autopar.Cluster.named("dgx-h100", 2)
+    plan = autopar.plan(
+        Tables(), 16, example_inputs=(ids,), cluster=cluster, strategy="fastest", time_limit_s=30
+    )
+    assert plan.prediction is not None
+    assert not plan.bucket_bytes

@@ -15,6 +15,7 @@ from autopar.capture.batch_slices import CaptureCache
 from autopar.capture.model_info import describe_parameters
 from autopar.capture.repeated_blocks import BlockKind
 from autopar.core.ir.graph import ParameterInfo, TrainingGraph
+from autopar.errors import CaptureError
 from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.search.estimate_captures import kinds_of, sampled_layers, with_num_layers
 
@@ -104,9 +105,18 @@ class ReducedModels:
         return sampled_layers([*map(len, self.kinds)])
 
     def get(self, layers: Layers, ranks: int, micro_batches: int) -> ReducedModel:
+        """The model with few blocks, captured.
+
+        Raises:
+            CaptureError: it does not run with fewer blocks. From then on there are no `kinds`.
+        """
         key = layers, ranks, micro_batches
         if key not in self._kept.models:
-            self._kept.models[key] = self._reduced(*key)
+            try:
+                self._kept.models[key] = self._reduced(*key)
+            except CaptureError:
+                self.kinds, self._kinds = [], []
+                raise
         found = self._kept.models[key]
         self._sizes[layers] = len(found.graph.graph.nodes)
         return found

@@ -15,7 +15,7 @@ from autopar.capture.model_info import describe_parameters
 from autopar.capture.repeated_blocks import BlockKind, RepeatedBlocks
 from autopar.core.ir.graph import ParameterInfo, TrainingGraph
 from autopar.core.plan.partition import rows_of
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError
 from autopar.planner.machine import Machine, known_machine
 from autopar.planner.placement.carry import SolvedAxes
 from autopar.planner.problem import PlanningProblem
@@ -125,12 +125,15 @@ class MeshEstimator:
         self, layers: tuple[int, ...], slices: int
     ) -> tuple[TrainingGraph, dict[str, ParameterInfo]]:
         """A captured slice and its parameters, with a number of blocks of each kind."""
-        if self._model is None or not self._kinds:
-            graph = self._capture_slice(slices, self._captures.setdefault((), {}))
-            return graph, dict(self._problem.parameters)
-        with with_num_layers(self._model, self._kinds, layers):
-            graph = self._capture_slice(slices, self._captures.setdefault(layers, {}))
-            return graph, dict(describe_parameters(self._model))
+        if self._model is not None and self._kinds:
+            try:
+                with with_num_layers(self._model, self._kinds, layers):
+                    graph = self._capture_slice(slices, self._captures.setdefault(layers, {}))
+                    return graph, dict(describe_parameters(self._model))
+            except CaptureError:
+                self._kinds = []  # a layer behind all blocks may count on their number
+        graph = self._capture_slice(slices, self._captures.setdefault((), {}))
+        return graph, dict(self._problem.parameters)
 
     def _lower(self, axes: tuple[tuple[str, int], ...], slices: int) -> MicroBatchFigures:
         """Figures of one slice of the batch, with the model partitioned along `axes`."""

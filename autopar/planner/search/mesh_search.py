@@ -41,7 +41,7 @@ from autopar.planner.search.search_progress import (
     SearchProgress,
     TooCostlyError,
 )
-from autopar.planner.search.search_record import SearchRecord, recomputes, saveable
+from autopar.planner.search.search_record import NEGLIGIBLE, SearchRecord, saveable
 from autopar.planner.search.state_bytes import least_gathered_bytes, least_state_bytes
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,6 @@ RefinePlan = Callable[[Plan], Plan | None]
 
 PlanMesh = Callable[[PlanningProblem, SearchContext], Plan]
 """Captures, measures and plans a problem without an open mesh."""
-
-NEGLIGIBLE = 0.02
-"""Fraction of a step: other meshes are not tried if they could save at most this."""
 
 MARGIN = 1.15
 """Ratio of an estimate to the best step time above which a mesh is skipped: estimates err."""
@@ -273,27 +270,50 @@ class _MeshSearch(SearchRecord):
             return 0.0
 
     def try_data_parallel(self, plain: Strategy) -> None:
-        """Plans data parallelism with few rows in a micro-batch, then more while that helps.
+        """Plans data parallelism with whole batches and with parts of them.
 
         In small worlds whole batches come first, and parts of them if memory demands it, unless
-        another mesh did not fit.
+        another mesh did not fit. Else the fewest rows come first, which are the likeliest to fit.
+        Whole batches follow, then the parts next to the faster of the two, while that helps.
         """
         whole, *parts = with_micro_batches(plain, MOST_MICRO_BATCHES)
         small = self.problem.world_size <= SMALL_WORLD and not self.failures
-        parts.reverse()
         most = self.looked + DATA_PARALLEL_TRIES
-        for strategy in (whole, *parts) if small else (*parts, whole):
-            before, looked = self.best, self.looked
-            self.try_mesh(strategy, self.looked, most)
-            if self.best is not None and not self.floor_s:
-                self.floor_s = self.floor()  # while there is time for it
-            impossible = self.refusals.pop(mesh_name(strategy), None) is not None
-            self.looked -= impossible
-            useless = self.best is before and self.looked > looked  # more rows need more memory
-            if small:
-                useless = not self.is_memory_bound()
-            if self.over or useless or self.looked == most:
+        if small or not parts:
+            self._try_in_turn([whole, *parts], most, small=True)
+            return
+        possible = self._try_in_turn(parts[::-1], self.looked + 1)
+        before = self.best
+        if possible is None or self.over:
+            return
+        self.try_part(whole, most)
+        left = parts[: parts.index(possible)]
+        self._try_in_turn(left if self.best is not before else left[::-1], most)
+
+    def _try_in_turn(
+        self, strategies: Sequence[Strategy], most: int, *, small: bool = False
+    ) -> Strategy | None:
+        """Plans strategies until one does not help, or `most` were planned; the last possible."""
+        possible = None
+        for strategy in strategies:
+            if self.over or self.looked >= most:
                 break
+            before, looked = self.best, self.looked
+            self.try_part(strategy, most)
+            if self.looked == looked:
+                continue  # so many rows there are not
+            possible = strategy
+            useless = not self.is_memory_bound() if small else self.best is before
+            if useless:  # more rows need more memory
+                break
+        return possible
+
+    def try_part(self, strategy: Strategy, most: int) -> None:
+        """Plans data parallelism with a number of micro-batches, which counts if it is possible."""
+        self.try_mesh(strategy, self.looked, most)
+        if self.best is not None and not self.floor_s:
+            self.floor_s = self.floor()  # while there is time for it
+        self.looked -= self.refusals.pop(mesh_name(strategy), None) is not None
 
     def try_unknown(self) -> None:
         """Plans meshes without pipeline stages that have no estimate, while time is left."""
@@ -302,13 +322,6 @@ class _MeshSearch(SearchRecord):
                 return
             self.unknown.remove(strategy)
             self.try_mesh(strategy, self.looked, self.looked + len(self.unknown) + 1)
-
-    def computes_only(self) -> bool:
-        """Whether nearly all of the best step is compute, which every mesh only divides."""
-        best = self.best
-        if best is None or best.model_parallel_size > 1 or recomputes(best):
-            return False  # or something may be computed twice
-        return saveable(best) <= NEGLIGIBLE
 
     def try_all(self, ordered: Sequence[MeshEstimate]) -> None:
         """Plans estimated meshes in order, as far as they may improve on the best."""
@@ -399,12 +412,6 @@ class _MeshSearch(SearchRecord):
         """
         gathers = self.best is not None and any(n == 3 for _, n in self.best.zero_stages)
         return "tp" in self.problem.strategy.search and not self.autotunes and not gathers
-
-    def is_memory_bound(self) -> bool:
-        """Whether smaller micro-batches could help; they only save memory."""
-        if self.best is None:
-            return bool(self.failures)
-        return self.best.memory_cap is not None and recomputes(self.best)
 
     def group(self, strategy: Strategy) -> str:
         """Group of a mesh in `without_gain`: its own when autotuning, else one for all."""

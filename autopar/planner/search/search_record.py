@@ -17,6 +17,9 @@ from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import abbreviated, least_compute_s, mesh_name
 from autopar.planner.search.pipeline_search import step_s
 
+NEGLIGIBLE = 0.02
+"""Fraction of a step: other meshes are not tried if they could save at most this."""
+
 MANY_ROWS = "they need other numbers of rows"
 
 
@@ -53,6 +56,19 @@ class SearchRecord:
     @property
     def best(self) -> Plan | None:
         return min(self.plans, key=step_s) if self.plans else None
+
+    def computes_only(self) -> bool:
+        """Whether nearly all of the best step is compute, which every mesh only divides."""
+        best = self.best
+        if best is None or best.model_parallel_size > 1 or recomputes(best):
+            return False  # or something may be computed twice
+        return saveable(best) <= NEGLIGIBLE
+
+    def is_memory_bound(self) -> bool:
+        """Whether smaller micro-batches could help; they only save memory."""
+        if self.best is None:
+            return bool(self.failures)
+        return self.best.memory_cap is not None and recomputes(self.best)
 
     def raise_bound(self, strategy: Strategy, bound_s: float) -> None:
         """Records a lower bound of the step of a mesh in seconds, unless a higher one is known."""

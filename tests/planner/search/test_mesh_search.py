@@ -257,6 +257,23 @@ def test_in_limited_time_the_first_that_fits_comes_before_estimates() -> None:
     assert not plan.search.complete
 
 
+@pytest.mark.parametrize(("whole_s", "then"), [(1.0, (1, 1, 2)), (5.0, (1, 1, 64))])
+def test_whole_batches_follow_the_fewest_rows_in_larger_worlds(whole_s: float, then: Mesh) -> None:
+    """Parts next to the faster of the two come next."""
+    answers: Answers = {
+        (1, 1, 256): BatchError("too few rows"),
+        (1, 1, 128): predicted(3.0, 0.5, "full"),
+        (1, 1, None): predicted(whole_s, 0.5, "full"),
+        then: predicted(4.0, 0.5, "full"),
+    }
+    own = problem_of(GPT.make(), AUTO, world_size=16, memory=10**9)
+    context, seen = SearchContext(lambda: False, timed=True, estimating=lambda: False), list[Mesh]()
+    plan = fastest_mesh(own, looking(answers, seen), FAR, 8, context)
+    assert seen[:4] == list(answers)
+    assert plan.prediction is not None
+    assert plan.prediction.step_s == min(whole_s, 3.0)
+
+
 def test_the_first_candidate_that_fits_is_told_at_once() -> None:
     """Not the one that needs too much, and none after the first."""
     told: list[tuple[float, bool]] = []

@@ -32,8 +32,8 @@ from torch import nn
 
 from autopar.core.common.deadline import Deadline
 from autopar.session import offline
-from benchmarks import planning_models
 from benchmarks.before import NAME
+from benchmarks.planning import models as planning_models
 from benchmarks.report import about, save
 
 
@@ -106,7 +106,7 @@ FIRST_LINES = 6
 
 def command_row(name: str) -> dict[str, Any]:
     """Exit status, seconds and output of one command."""
-    told = f"autopar plan benchmarks.planning_models:asked --backend inductor {COMMANDS[name]}"
+    told = f"autopar plan benchmarks.planning.models:asked --backend inductor {COMMANDS[name]}"
     start = time.perf_counter()
     code = "import sys; from autopar.cli.main import main; sys.exit(main())"
     process = subprocess.run(

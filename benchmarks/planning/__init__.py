@@ -1,0 +1,1 @@
+"""Planning time and plans for machines that are not here."""
