@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import networkx as nx
 import pytest
@@ -200,7 +201,7 @@ def test_curves_stay_between_their_points_and_keep_their_units() -> None:
         slower = Curve(tuple(sizes), tuple(3 * time for time in times))
         asked = sorted(2 ** draw.uniform(4, 28) for _ in range(20))
         found = [curve(size) for size in asked]
-        assert all(a <= EXACT * b for a, b in zip(found, found[1:], strict=False))
+        assert all(a <= EXACT * b for a, b in pairwise(found))
         assert [slower(size) for size in asked] == pytest.approx([3 * s for s in found])
         for low, high, a, b in zip(sizes, sizes[1:], times, times[1:], strict=False):
             assert a <= curve(draw.uniform(low, high)) <= b

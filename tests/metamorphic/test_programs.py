@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_the_timeline_has_one_event_of_a_stream_at_a_time() -> None:
             assert -1e-12 <= event.start_s <= event.end_s <= found.step_s + 1e-12
             streams.setdefault(event.stream, []).append((event.start_s, event.end_s))
         for spans in map(sorted, streams.values()):
-            assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans))
         busy = sum(e.seconds for e in found.timeline if (e.stream, e.kind) == (COMPUTE, COMPUTE))
         assert busy == pytest.approx(found.compute_s)
 
