@@ -118,7 +118,7 @@ class Question:
 
     def candidate(self, **choices: Any) -> Candidate:
         """The plan with these choices, and its prediction."""
-        return evaluator_of(self).evaluate(self.config(**choices))
+        return _candidate(self, self.config(**choices))
 
 
 @cache
@@ -140,3 +140,8 @@ def evaluator_of(question: Question) -> Evaluator:
     if not question.strategy.pipelined:
         return spmd
     return next(open_pipelines(spmd, question.strategy, question.strategy.micro_batches or 1))
+
+
+@cache
+def _candidate(question: Question, config: CandidateConfig) -> Candidate:
+    return evaluator_of(question).evaluate(config)
