@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from torch import fx
 
-from autopar.core.ir.graph import TrainingGraph
+from autopar.core.ir.graph import TrainingGraph, tensor_bytes
 from autopar.core.ir.messages import collective_of, is_wait
-from autopar.core.ir.roles import Gradient, Input, Output, Parameter
+from autopar.core.ir.roles import Gradient, Input, InputRole, Output, Parameter
 from autopar.core.ir.signature import signature
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.cluster.interference import Slowdown
@@ -194,17 +195,20 @@ def test_the_curve_has_each_piece_of_memory_while_it_lives() -> None:
 
 
 def test_more_to_hold_is_never_less_memory() -> None:
-    """Optimizer states, batches of the caller, collectives that threads retain."""
+    """A third state and a second batch add their own bytes; retained collectives never free any."""
     for graph, _ in programs():
         base = simulate_memory(graph, overhead()).curve
-        for more in (
-            overhead(3),
-            overhead(batches=2),
-            overhead(retained_collectives=1),
-            overhead(retained_collectives=3),
-        ):
+        sizes = {type(role): tensor_bytes(node.meta["val"]) for role, node in inputs_of(graph)}
+        for more, added in ((overhead(3), Parameter), (overhead(batches=2), Input)):
             curve = simulate_memory(graph, more).curve
+            assert curve == tuple(held + sizes[added] for held in base)
+        for count in (1, 3):
+            curve = simulate_memory(graph, overhead(retained_collectives=count)).curve
             assert all(a <= b for a, b in zip(base, curve, strict=True))
+
+
+def inputs_of(graph: TrainingGraph) -> Iterator[tuple[InputRole, fx.Node]]:
+    return zip(graph.inputs, graph.placeholders, strict=True)
 
 
 def requests(seed: int) -> Iterator[tuple[int, int | None]]:
