@@ -188,10 +188,10 @@ def test_floating_point_operations_are_those_of_the_formula(width: int, length: 
     assert work.rows == question.rows
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
 def test_twice_the_rows_are_twice_the_work(kind: str) -> None:
     """Operations and saved bytes double; parameters and messages of gradients do not change."""
-    one = Question(kind, 128, 2, 8, 64)
+    one = Question(kind, 128, 1, 8, 64)
     two = replace(one, rows=16)
     cluster = Cluster.named(one.cluster, 1)
     flops = [work_of(q.graph, 8, cluster, "float32").flops for q in (one, two)]
@@ -205,17 +205,17 @@ def test_twice_the_rows_are_twice_the_work(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_each_further_block_adds_the_same(kind: str) -> None:
-    """Parameters, states, bytes on links, compute: a line through two, three and four blocks."""
+    """Parameters, states, bytes on links, compute: a line through one, two and three blocks."""
     rows = []
-    for depth in (2, 3, 4):
+    for depth in (1, 2, 3):
         found = Question(kind, 128, depth, 8, 64).candidate()
         cost = found.prediction
         sizes = cost.memory["parameters"], cost.memory["optimizer"]
         sent = dict(found.plan.sent_bytes)["dp"]
         rows.append((*sizes, sent, cost.compute_s, cost.update_s))
-    for two, three, four in zip(*rows, strict=True):
-        assert four - three == pytest.approx(three - two, rel=0.03)
-        assert three > two
+    for one, two, three in zip(*rows, strict=True):
+        assert three - two == pytest.approx(two - one, rel=0.03)
+        assert two > one
 
 
 def test_half_precision_saves_no_more_and_computes_no_more_slowly() -> None:
