@@ -29,10 +29,10 @@ from autopar.planner.search.meshes import (
     SMALL_WORLD,
     likely_to_fit,
     mesh_name,
+    micro_batched,
     model_ranks,
     open_meshes,
     unusual_axes,
-    with_micro_batches,
 )
 from autopar.planner.search.pipeline_search import step_s
 from autopar.planner.search.practice import PracticeLayout, practice
@@ -276,7 +276,7 @@ class _MeshSearch(SearchRecord):
         another mesh did not fit. Else the fewest rows come first, which are the likeliest to fit.
         Whole batches follow, then the parts next to the faster of the two, while that helps.
         """
-        whole, *parts = with_micro_batches(plain, MOST_MICRO_BATCHES)
+        whole, *parts = micro_batched(self.problem, plain, MOST_MICRO_BATCHES)
         small = self.problem.world_size <= SMALL_WORLD and not self.failures
         most = self.looked + DATA_PARALLEL_TRIES
         if small or not parts:
@@ -366,7 +366,7 @@ class _MeshSearch(SearchRecord):
         """
         found: list[MeshEstimate] = []
         fitting = filter(self.states_fit, strategies)
-        open_ = [each for mesh in fitting for each in with_micro_batches(mesh)]
+        open_ = [each for mesh in fitting for each in micro_batched(self.problem, mesh)]
         for done, strategy in enumerate(open_):
             best_s = step_s(self.best) if self.best is not None else 0.0
             name = f"bounds of {mesh_name(strategy)}"

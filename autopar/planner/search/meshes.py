@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -86,15 +87,31 @@ def experts_of(parameters: Iterable[ParameterInfo]) -> int:
     return max((count for count, *sizes in stacks if count < min(sizes)), default=1)
 
 
-def with_micro_batches(strategy: Strategy, most: int | None = None) -> Iterator[Strategy]:
-    """The strategy with each number of micro-batches that it leaves open, the fewest first."""
+def with_micro_batches(
+    strategy: Strategy, most: int | None = None, rows: int = 0
+) -> Iterator[Strategy]:
+    """The strategy with each number of micro-batches that it leaves open, the fewest first.
+
+    They are powers of two, or the divisors of `rows` next to them if a rank's rows are known.
+    """
     if strategy.micro_batches is not None:
         yield strategy
         return
-    count, most = 1, most or MICRO_BATCHES_PER_STAGE * max(1, strategy.pp_size)
-    while count <= most:
+    most = most or MICRO_BATCHES_PER_STAGE * max(1, strategy.pp_size)
+    powers = [2**k for k in range(most.bit_length())]
+    divisors = [n for n in range(1, min(rows, most) + 1) if rows % n == 0]
+    counts = [min(divisors, key=lambda n: abs(math.log2(n / p))) for p in powers if divisors]
+    for count in dict.fromkeys(counts or powers):
         yield replace(strategy, micro_batches=count)
-        count *= 2
+
+
+def micro_batched(
+    problem: PlanningProblem, mesh: Strategy, most: int | None = None
+) -> Iterator[Strategy]:
+    """A mesh with each number of micro-batches that divides the rows of its ranks, if known."""
+    ranks = problem.world_size // model_ranks(mesh)
+    rows = 0 if problem.rows % ranks else problem.rows // ranks
+    return with_micro_batches(mesh, most, rows)
 
 
 def model_ranks(strategy: Strategy) -> int:

@@ -20,7 +20,7 @@ from autopar.planner.search.mesh_search import (
     SearchProgress,
     fastest_mesh,
 )
-from autopar.planner.search.meshes import MostRanks, meshes
+from autopar.planner.search.meshes import MostRanks, meshes, with_micro_batches
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of
 
@@ -71,6 +71,18 @@ def test_what_is_worth_dividing_beyond_a_node() -> None:
     assert MostRanks.of(plain, 8) == MostRanks(pp=len(plain.blocks), tp=8, ep=8, cp=8)
     small = problem_of(MODELS["gpt"].make(), Strategy(), world_size=8)
     assert MostRanks.of(small, 2).tp == 8
+
+
+def test_micro_batches_divide_the_rows_of_a_rank() -> None:
+    def counts(rows: int, **axes: int) -> list[int | None]:
+        return [each.micro_batches for each in with_micro_batches(Strategy(**axes), rows=rows)]
+
+    assert counts(0) == [1, 2, 4, 8]
+    assert counts(64) == [1, 2, 4, 8]
+    assert counts(12) == [1, 2, 4, 6]
+    assert counts(7) == [1, 7]
+    assert counts(20, pp=4) == [1, 2, 4, 10, 20]
+    assert counts(12, micro_batches=5) == [5]
 
 
 def test_ranks_of_tp_are_next_to_each_other() -> None:
