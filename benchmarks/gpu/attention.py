@@ -22,7 +22,10 @@ KERNELS = {
 }
 """Parts of a GPU kernel's name, by the kernel that torch chose; the first that fits counts."""
 
-PRICED_AS = {"cudnn": "cudnn", "flash-1": "flash", "flash-2": "flash", "flash-3": "flash"}
+PRICED_AS = {
+    "cudnn": "cudnn",
+    **dict.fromkeys(("flash-1", "flash-1-triton", "flash-2", "flash-3"), "flash"),
+}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from autopar.core.plan.plan import Plan
 from autopar.core.schedules import orders
 from autopar.session import offline
 from benchmarks.published.planning import NO_CAP, pinned, plan_of
-from benchmarks.published.tables import Run, read
+from benchmarks.published.run import Run
+from benchmarks.published.tables import read
 from benchmarks.report import about, save
 
 SCALE = {"TFLOP/s": 1e12, "tokens/s": 1.0}
@@ -54,6 +55,7 @@ def predict(run: Run) -> dict[str, Any]:
         "seconds": seconds,
         "assumed": run.assumed,
         "peak_gib": (p.peak_bytes + run.held_bytes) / 2**30,
+        "predicted_reserved_gib": (p.reserved_bytes + run.held_bytes) / 2**30,
         "reserved_gib": run.reserved_gib,
     }
 
@@ -136,8 +138,8 @@ def activations(plan: Plan) -> float:
     """Return the peak GiB of saved activations on the first rank."""
     p, pipeline = plan.prediction, plan.pipeline
     assert p is not None
-    if pipeline is None:
-        return max(dict(p.report_data.memory)["saved"]) / 2**30
+    if pipeline is None or pipeline.ranks == 1:
+        return p.memory["saved"] / 2**30
     order = orders(
         pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank
     )[0]

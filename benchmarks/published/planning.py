@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,15 +15,23 @@ import autopar
 from autopar.capture.model_info import describe_parameters
 from autopar.core.common.deadline import Deadline
 from autopar.core.plan.plan import Plan
+from autopar.core.schedules import Orders
 from autopar.cost_model.cluster.cluster import Cluster
 from autopar.cost_model.group_shape import GroupShape
+from autopar.cost_model.simulator.pipeline import (
+    PipelineSimulation,
+    Seconds,
+    StageCost,
+    simulate_pipeline,
+)
 from autopar.cost_model.topology.devices import find_device
 from autopar.passes.memory.checkpoint_activations import MinCut
+from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from autopar.planner.evaluate.p2p import P2PCost
 from autopar.planner.problem import PlanningProblem
 from autopar.session.offline import OfflineDriver
 from benchmarks.published.gpt import MasterAdamW
-from benchmarks.published.tables import Run
+from benchmarks.published.run import Run
 
 NO_CAP = 10**17
 """Bytes of a cap that every plan fits under: what ran has fitted."""
@@ -65,7 +73,7 @@ def with_network(cluster: Cluster, bytes_per_s: float) -> Cluster:
 def pinned(run: Run) -> Plan:
     """Return the plan of a run as published, predicted."""
     if run.strategy.stages > 1 or run.tp_overlap:  # needs stages, or collectives one by one
-        with _scattered(run):
+        with _scattered(run), _awaited(run):
             return plan_of(run, strategy=run.strategy, memory=NO_CAP)
     return _by_arithmetic(run)
 
@@ -100,6 +108,20 @@ def _scattered(run: Run) -> Iterator[None]:
         return whole(link, nbytes // tp, *ranks) + gathered * gathers
 
     with patch.object(P2PCost, "seconds", seconds if run.scatters and tp > 1 else whole):
+        yield
+
+
+@contextmanager
+def _awaited(run: Run) -> Iterator[None]:
+    """Have both ends of a message wait for it, as DeepSpeed's do (dist.send and dist.recv)."""
+
+    def waits(
+        orders: Orders, stages: Sequence[StageCost], transfer: Seconds, issue_s: float, *rest: float
+    ) -> PipelineSimulation:
+        sent = max(max(stage.sent_bytes, stage.returned_bytes) for stage in stages)
+        return simulate_pipeline(orders, stages, transfer, issue_s + transfer(sent, 0, 1), *rest)
+
+    with patch.object(pipelines, "simulate_pipeline", waits if run.awaits else simulate_pipeline):
         yield
 
 

@@ -68,7 +68,8 @@ class Cluster:
         curves: times of collectives over groups, with the origin of each.
         backend: "gloo", "nccl", ...
         versions: versions of torch and the backend; where operators are modelled also "cuda", and
-            the kernel of "attention": "flash-1", "flash-2", "flash-3" or "cudnn".
+            the release of "torch" and the kernel of "attention": "flash-1", "flash-1-triton",
+            "flash-2", "flash-3" or "cudnn".
         provenance: origin of the whole, "measured DATE on HOST" or "modelled by ...".
         slowdown: slowdown of compute and collectives by each other.
         uniform: whether groups of one shape take equally long wherever they are, as behind a

@@ -7,14 +7,21 @@ forward, as the papers do.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from autopar.core.ir.graph import tensors
-from autopar.cost_model.kernels.gemm_efficiency import is_causal
+from autopar.core.operators.attention_blocks import BLOCKS
+from autopar.cost_model.kernels.gemm_efficiency import (
+    FULL_WAVES,
+    gemm_waves_of,
+    is_causal,
+)
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS = (64, 128)
@@ -38,8 +45,11 @@ CAUSAL = {
     "flash-3": (292, 423, 521, 579, 602, 616),
     "cudnn": (315, 410, 484, 518, 529, 539),
 }
-KERNEL = "flash-2"  # of scaled_dot_product_attention on a GPU
-OLDER = {"flash-1": ("flash-2", 2.0)}  # "around 2x" slower: FlashAttention-2 (arXiv 2307.08691)
+KERNEL = "flash-2"  # of scaled_dot_product_attention on a GPU, but for `prefers_cudnn`
+OLDER = {"flash-1": ("flash-2", 2.0, 2.0), "flash-1-triton": ("flash-2", 1.4, 2.0)}
+"""Kernels that are slower than another, and how many times forward and backward take as long:
+FlashAttention 1 "around 2x", in Triton "1.3-1.5x" forward and "around 2x" backward
+(FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 
 # FlashAttention-2 (arXiv 2307.08691): 73 % of an A100's peak at best forward and 63 % backward, so
 # 228 and 197 TFLOP/s, where an H100 reaches 370 and 322. No newer kernel is for Ampere.
@@ -55,23 +65,33 @@ class AttentionSpeed:
     """Rates of one kernel on one GPU.
 
     Attributes:
-        kernel: "flash-1", "flash-2", "flash-3" or "cudnn".
+        kernel: "flash-1", "flash-1-triton", "flash-2", "flash-3" or "cudnn".
         forward: rate of the forward over that on an H100.
         backward: rate of the backward over that on an H100.
+        blocks: kernel of ring attention's blocks, which need sums over all blocks.
     """
 
     kernel: str
     forward: float
     backward: float
+    blocks: str = KERNEL
 
     @classmethod
     def of(cls, device: str, peak: float, versions: Mapping[str, str]) -> AttentionSpeed:
         """Rates on a GPU of `peak` dense bfloat16 FLOP/s; `versions` may name the kernel."""
-        kernel = versions.get("attention", KERNEL)
-        if any(name in device for name in ("H100", "H200")):
-            return cls(kernel, peak / HOPPER, peak / HOPPER)
+        hopper = any(name in device for name in ("H100", "H200"))
+        release = versions.get("torch", torch.__version__)
+        default = "cudnn" if hopper and prefers_cudnn(release) else KERNEL
+        kernel = versions.get("attention", default)
+        if hopper:
+            # A lower limit of power lowers the clock, and so the rate of all kernels alike.
+            waves = gemm_waves_of(device, {}) or FULL_WAVES["H100"]
+            clock = waves.full / FULL_WAVES["H100"].full
+            rate = clock * peak / HOPPER
+            return cls(kernel, rate, rate, versions.get("attention", KERNEL))
         older = KERNEL if kernel not in OLDER else kernel
-        return cls(older, *(share * peak / 312e12 for share in AMPERE))
+        forward, backward = (share * peak / 312e12 for share in AMPERE)
+        return cls(older, forward, backward, older)
 
     def seconds(self, node: fx.Node, flops: float) -> float:
         """Seconds of an attention node of `flops` floating-point operations, causal or whole."""
@@ -82,17 +102,28 @@ class AttentionSpeed:
         length, head = query.shape[-2], query.shape[-1]
         if causal := is_causal(node):
             flops *= 0.5
-        return flops / self.rate(length, head, backward=backward, causal=causal)
+        speed = replace(self, kernel=self.blocks) if node.target in BLOCKS else self
+        return flops / speed.rate(length, head, backward=backward, causal=causal)
 
     def rate(self, length: int, head: int, *, backward: bool, causal: bool) -> float:
         """FLOP/s at a length in tokens and a head size in elements."""
-        kernel, slower = OLDER.get(self.kernel, (self.kernel, 1.0))
+        kernel, *slower = OLDER.get(self.kernel, (self.kernel, 1.0, 1.0))
         narrow, wide = (_at(length, row) for row in (BACKWARD if backward else FORWARD)[kernel])
         part = min(1.0, max(0.0, (head - HEADS[0]) / (HEADS[1] - HEADS[0])))
         rate = narrow + part * (wide - narrow)
         if causal:
             rate *= _at(length, CAUSAL[kernel]) / _at(length, FORWARD[kernel][1])
-        return rate * 1e12 * (self.backward if backward else self.forward) / slower
+        return rate * 1e12 * (self.backward if backward else self.forward) / slower[backward]
+
+
+def prefers_cudnn(release: str) -> bool:
+    """Whether a release of torch runs cuDNN's attention on a Hopper by itself.
+
+    2.5.0 does, 2.5.1 to 2.10 have it last (pytorch/pytorch#138522), and 2.11 comes with the cuDNN
+    from which it is first again (huggingface/transformers#48163).
+    """
+    numbers = [int(part) for part in re.findall(r"\d+", release)[:3]]
+    return numbers == [2, 5, 0] or numbers[:2] >= [2, 11]
 
 
 def _at(length: int, rates: Sequence[float]) -> float:

@@ -104,11 +104,17 @@ class Roofline:
     ) -> float:
         """Seconds of an operator; `shape` is that of a matrix product."""
         faster = {1: self.quarter, 2: self.half}.get(item_bytes, 1.0)
-        if self.waves is not None:
-            faster *= self.waves.share(shape) if shape is not None else self.waves.full
-        return self.launch_s + max(
-            self.products.seconds(flops) / faster, self.streams.seconds(nbytes)
-        )
+        product_s = self.products.seconds(flops) / faster
+        if (waves := self.waves) is not None:
+            if shape is None:
+                product_s /= waves.full
+            else:
+                product_s = min(
+                    product_s / share
+                    + self.streams.seconds(waves.stored_bytes(shape, split, item_bytes))
+                    for split, share in waves.shares(shape).items()
+                )
+        return self.launch_s + max(product_s, self.streams.seconds(nbytes))
 
     @classmethod
     def default(

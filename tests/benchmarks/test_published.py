@@ -12,8 +12,10 @@ from autopar.cost_model.group_shape import GroupShape
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from benchmarks.published.__main__ import choose
 from benchmarks.published.gpt import MasterAdamW, Sizes, make
+from benchmarks.published.megatron import flops, pipelined
 from benchmarks.published.planning import cluster_of, pinned
-from benchmarks.published.tables import Run, flops, pipelined, read
+from benchmarks.published.run import Run
+from benchmarks.published.tables import read
 from examples.plan_llama import Size
 
 SMALL = Sizes(256, 8, 8, 512, 128, tied=False)
@@ -61,9 +63,12 @@ def test_fsdp_runs_gather_in_bfloat16_and_reduce_in_float32(tmp_path: Path) -> N
     assert plan.zero_stages == (("", 3), *((f"blocks.{i}", 3) for i in range(3)))
     assert {level for _, level in plan.recompute} == {"everything"}
     parameters = sum(p.numel() for p in run.make()[0].parameters())
+    pure = replace(run.strategy, reduce_precision="bf16")
+    halved = dict(pinned(replace(run, strategy=pure)).sent_bytes)["dp"]
     # Three micro-batches gather for the forward and again for the backward, and reduce once.
     sent = dict(plan.sent_bytes)["dp"] / (3 * 7 / 8)
     assert sent == pytest.approx(parameters * (2 * 2 + 4), rel=0.02)
+    assert halved / (3 * 7 / 8) == pytest.approx(parameters * (2 * 2 + 2), rel=0.02)
 
 
 def shrunk(run: Run, layers: int, groups: int) -> Run:
@@ -140,3 +145,52 @@ def test_own_plans_are_compared_with_the_recipe() -> None:
     row = choose(run, 10.0)
     assert row["own_s"] <= row["recipe_s"]
     assert row["ratio"] == row["own_s"] / row["recipe_s"]
+
+
+def test_trials_of_bigscience_count_the_ends_as_blocks_where_blocks_do_not_divide(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "table.csv"
+    header = "date,hidden,layers,heads,tp,pp,dp,mbs,gbs,precision,seconds_per_step\n"
+    rows = ("14336,70,112,4,12,8,2,2048,bf16,104.5", "14336,72,64,4,12,8,2,2048,fp16,110.48")
+    table.write_text(header + "".join(f"02-27,{row}\n" for row in rows))
+    ends, equal = read(table)
+    for run, cuts in ((ends, ("blocks.5", "blocks.65")), (equal, ("blocks.6", "blocks.66"))):
+        assert run.strategy.split_points is not None
+        assert (run.strategy.split_points[0], run.strategy.split_points[-1]) == cuts
+        assert (run.strategy.stages, run.strategy.micro_batches, run.gpus) == (12, 128, 384)
+    # Their own count is 150.05 TFLOP/s, by a formula with all but the head.
+    assert ends.published == pytest.approx(150.05, rel=0.04)
+    network = cluster_of(ends).topology
+    assert network is not None
+    fabric = [link for *pair, link in network.edges(data=True) if "fabric" in pair]
+    assert sum(link["bytes_per_s"] for link in fabric) == pytest.approx(48 * 50e9)
+
+
+def test_ranks_that_await_their_messages_take_longer() -> None:
+    strategy = pipelined(SMALL, 2, 4, 1, 8, "none")
+    cluster = "dgx-a100"
+    run = Run("small", cluster, 8, SMALL, 8, strategy, 1.0, 1.0, "TFLOP/s", scatters=True)
+    alone, waits = (pinned(replace(run, awaits=awaits)).prediction for awaits in (False, True))
+    assert alone is not None
+    assert waits is not None
+    assert waits.step_s > alone.step_s
+    assert waits.compute_s == pytest.approx(alone.compute_s)
+
+
+@pytest.mark.slow
+def test_long_rows_go_round_in_float8(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "model,vocabulary,gpu,gpus,cp,length,reserved_gib,tokens_per_s_per_gpu\n"
+        "8b,128256,NVIDIA H100 96GB HBM2e,8,4,131072,84.0,1071\n"
+    )
+    (run,) = read(table)
+    run = shrunk(run, layers=3, groups=2)
+    float8, bfloat16 = (pinned(replace(run, float8=narrow)) for narrow in (True, False))
+    assert dict(float8.mesh)["cp"] == 4
+    assert float8.prediction is not None
+    assert bfloat16.prediction is not None
+    assert dict(float8.sent_bytes)["cp"] > 0
+    found = [plan.prediction.work.flops for plan in (float8, bfloat16)]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)

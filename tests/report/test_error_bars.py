@@ -16,6 +16,10 @@ from autopar.report.error_bars import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FAMILIES = (
+    *("sc21", "h100", "mpt", "torchtitan", "fms"),
+    *("mpt-a100", "bigscience", "mt-nlg", "torchtitan-long"),
+)
 PUBLISHED, PREDICTION = RESULTS / "published", RESULTS / "prediction"
 
 
@@ -48,16 +52,15 @@ def counted(name):
         (
             STEPS["modelled"],
             published(
-                *(f"{name}-2026-11-24" for name in ("sc21", "h100", "mpt")),
-                "torchtitan-2026-11-25",
-                "fms-2026-11-27",
+                *(f"{name}-2026-12-02" for name in FAMILIES),
             ),
         ),
         (MEMORY["measured"], counted("prediction-memory-2026-11-21.json")),
         (
             MEMORY["modelled"],
             [1 / r for r in published("activations-2026-11-22")]
-            + reserved("torchtitan-2026-11-25"),
+            + reserved("torchtitan-2026-12-02")
+            + reserved("torchtitan-long-2026-12-02"),
         ),
     ],
 )

@@ -247,7 +247,9 @@ def _kernel(
     if width % _ALIGNED or others % _ALIGNED:  # torch pads such heads around its kernels
         return "dense"
     choice = fused_attention_choice(query, key, value, None, 0.0, is_causal, scale=scale)
-    if choice == FUSED_ATTENTION and width == others <= _WIDEST:
+    # cuDNN's kernels, which torch 2.11 prefers on Hopper, take what the flash kernels take.
+    flash = (FUSED_ATTENTION, SDPBackend.CUDNN_ATTENTION.value)
+    if choice in flash and width == others <= _WIDEST:
         return "flash"
     return "efficient" if choice == SDPBackend.EFFICIENT_ATTENTION.value else "dense"
 

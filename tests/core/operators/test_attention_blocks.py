@@ -1,9 +1,11 @@
 """Blocks of attention: kernels of CUDA beside the dense formula, and what blocks leave out."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from autopar.core.operators import attention_blocks
 from autopar.core.operators.attention import attention, attention_backward
@@ -61,3 +63,17 @@ def test_two_halves_are_the_whole(dense: bool) -> None:
                 assert not block[:, :, rows].any()
                 assert statistics[:, :, rows].eq(-torch.inf).all()
                 torch.testing.assert_close(block[:, :, ROWS // 2 :], out[:, :, ROWS // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("choice", "kernel"),
+    [("FLASH_ATTENTION", "flash"), ("CUDNN_ATTENTION", "flash"),
+     ("EFFICIENT_ATTENTION", "efficient"), ("MATH", "dense")],
+)  # fmt: skip
+def test_blocks_run_flash_kernels_where_torch_prefers_cudnn(choice: str, kernel: str) -> None:
+    """torch 2.11 prefers cuDNN's kernels on Hopper; blocks were then computed densely."""
+    q = SimpleNamespace(device=torch.device("cuda"), shape=(1, 8, 4096, 128))
+    chosen = getattr(SDPBackend, choice).value
+    name = "autopar.core.operators.attention_blocks.fused_attention_choice"
+    with mock.patch(name, return_value=chosen):
+        assert attention_blocks._kernel(q, q, q, True, None) == kernel

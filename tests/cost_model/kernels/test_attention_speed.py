@@ -5,9 +5,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.cost_model.kernels.attention_speed import AttentionSpeed
+from autopar.cost_model.kernels.gemm_efficiency import FULL_WAVES
 from autopar.cost_model.kernels.timing import flops_of
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+CAUSAL = {"backward": False, "causal": True}
 
 
 def rate(device: str, peak: float, kernel: str, length: int, head: int, **mode: bool) -> float:
@@ -46,5 +48,35 @@ def test_a_causal_node_counts_half_of_its_products() -> None:
         each.meta.setdefault("val", q)
     flops = flops_of(node)
     assert flops == 4.0 * 4 * 2048**2 * 128
-    seconds = AttentionSpeed.of(H100, 989.4e12, {}).seconds(node, flops)
+    seconds = AttentionSpeed.of(H100, 989.4e12, {"attention": "flash-2"}).seconds(node, flops)
     assert seconds == pytest.approx(flops / 2 / 298e12)
+
+
+@pytest.mark.parametrize(
+    ("release", "kernel"),
+    [("2.4.1", "flash-2"), ("2.5.0", "cudnn"), ("2.5.1+cu124", "flash-2"), ("2.10.0", "flash-2"),
+     ("2.11.0+cu130", "cudnn"), ("3.0.0", "cudnn")],
+)  # fmt: skip
+def test_the_release_of_torch_tells_the_kernel(release: str, kernel: str) -> None:
+    speed = AttentionSpeed.of(H100, 989.4e12, {"torch": release})
+    assert (speed.kernel, speed.blocks) == (kernel, "flash-2")
+    assert AttentionSpeed.of(A100, 312e12, {"torch": release}).kernel == "flash-2"
+    named = AttentionSpeed.of(H100, 989.4e12, {"torch": release, "attention": "flash-3"})
+    assert (named.kernel, named.blocks) == ("flash-3", "flash-3")
+
+
+def test_a_limit_of_power_slows_attention_as_it_slows_products() -> None:
+    limited = rate("NVIDIA H100 96GB HBM2e", 989.4e12, "flash-2", 8192, 128, **CAUSAL)
+    assert limited / rate(H100, 989.4e12, "flash-2", 8192, 128, **CAUSAL) == pytest.approx(
+        FULL_WAVES["H100 96GB HBM2e"].full / FULL_WAVES["H100"].full
+    )
+
+
+def test_triton_is_slower_in_the_backward() -> None:
+    for backward, slower in ((False, 1.4), (True, 2.0)):
+        mode = {"backward": backward, "causal": True}
+        newer, triton = (
+            rate(A100, 312e12, kernel, 2048, 128, **mode)
+            for kernel in ("flash-2", "flash-1-triton")
+        )
+        assert newer / triton == pytest.approx(slower)
