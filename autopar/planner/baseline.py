@@ -52,11 +52,12 @@ class Baseline:
         why = slower(cost, best) if self.fits(plan) else f"needs {self._more(cost.needed_bytes)}"
         return RunnerUp.of(plan.name, cost, why)
 
-    def usual(self, state_bytes: float) -> Iterator[PracticePlan]:
+    def usual(self, state_bytes: float, otherwise: str) -> Iterator[PracticePlan]:
         """Each usual name with its fastest plan, or the reason why there is none.
 
         Args:
             state_bytes: bytes that parameters, gradients and optimizer states take under DDP.
+            otherwise: reason where nothing is known of a name.
         """
         for name in (DDP, FSDP, RECOMPUTED):
             plan = self.fastest.get(name)
@@ -71,7 +72,7 @@ class Baseline:
             elif name == RECOMPUTED and self.fits(self.fastest.get(FSDP)):
                 yield PracticePlan(name, why="not needed, since FSDP fits without")
             else:
-                yield PracticePlan(name, why="not predicted")
+                yield PracticePlan(name, why=otherwise)
 
     def _more(self, needed_bytes: int) -> str:
         return f"{human_bytes(needed_bytes - (self.cap or 0))} more than the cap"

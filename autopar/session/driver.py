@@ -99,13 +99,15 @@ class Driver(ABC):
         if (cost := plan.prediction) is None:
             return plan
         known, outcome = self.baseline, plan.search or SearchOutcome()
+        uneven = problem.rows % problem.world_size
+        why = f"{problem.rows:,} rows do not divide over all ranks" if uneven else "not predicted"
         held_bytes = ddp_state_bytes(problem.parameters.values(), problem.state_ratio)
         best, ddp, fsdp, usual = self.decide(
             lambda: (
                 known.best,
                 known.runner_up(cost, DDP),
                 known.runner_up(cost, FSDP, RECOMPUTED),
-                tuple(known.usual(held_bytes)) if known.fastest else (),
+                tuple(known.usual(held_bytes, why)) if known.fastest or outcome.looked else (),
             )
         )
         found = replace(outcome, ddp=ddp, fsdp=fsdp, practice=(*usual, *outcome.practice))

@@ -45,17 +45,17 @@ def test_a_baseline_that_does_not_fit_is_known_with_what_it_lacks() -> None:
 
 def test_every_usual_name_has_a_step_or_a_reason() -> None:
     baseline = Baseline(cap=10)
-    assert [each.why for each in baseline.usual(12.0)] == [
+    assert [each.why for each in baseline.usual(12.0, "7 rows")] == [
         "its parameters and states alone need 2 B more than the cap",
-        "not predicted",
-        "not predicted",
+        "7 rows",
+        "7 rows",
     ]
     baseline.note(candidate(3, 0.2, nbytes=11))
     again = candidate(3, 0.3)
     baseline.note(replace(again, recompute=(("0", "full"),)))
-    ddp, plain, recomputed = baseline.usual(9.0)
-    assert (ddp.why, plain.why) == ("not predicted", "needs 1 B more than the cap")
+    ddp, plain, recomputed = baseline.usual(9.0, "7 rows")
+    assert (ddp.why, plain.why) == ("7 rows", "needs 1 B more than the cap")
     assert (recomputed.plan, recomputed.step_s) == ("zero 3", 0.3)
     baseline = Baseline(cap=10)
     baseline.note(candidate(3, 0.2))
-    assert [*baseline.usual(9.0)][2].why == "not needed, since FSDP fits without"
+    assert [*baseline.usual(9.0, "7 rows")][2].why == "not needed, since FSDP fits without"

@@ -10,6 +10,7 @@ from autopar.core.ir.graph import TrainingGraph
 from autopar.core.plan.partition import rows_of
 from autopar.core.plan.pipeline import Pipeline
 from autopar.core.plan.prediction import Work
+from autopar.core.plan.strategy import Strategy
 from autopar.core.schedules import SPLIT_SCHEDULES, stage_ranks
 from autopar.errors import BatchError
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig, default_config
@@ -35,6 +36,9 @@ from autopar.planner.search.pipeline_search import capture_micro_batches, open_s
 
 FEW, MORE = ROLES * FEWEST, ROLES * (FEWEST + 1)
 """Blocks of the two reduced models."""
+
+INTERLEAVED = "interleaved", 2
+"""The least of the interleaved schedules."""
 
 
 def default_pipelines(
@@ -62,7 +66,7 @@ def default_pipelines(
     some = False
     for count in capture_micro_batches(strategy, capture):
         reduced = _Reduced(problem, models, machine, context, memory, count)
-        for schedule, stages_per_rank in open_schedules(strategy, len(blocks), count):
+        for schedule, stages_per_rank in least_idle_first(strategy, len(blocks), count):
             if strategy.pp_size * stages_per_rank > len(blocks):
                 continue
             try:
@@ -78,6 +82,23 @@ def default_pipelines(
             yield evaluator, candidate
             if not context.deadline():
                 return
+
+
+def least_idle_first(strategy: Strategy, blocks: int, micro_batches: int) -> list[tuple[str, int]]:
+    """The schedules that a strategy leaves open, and the stages per rank of each.
+
+    1F1B comes first, so that there is an answer, then those that idle least. Interleaved ones have
+    more stages a rank than where models are lowered whole, which takes longer for each.
+    """
+    found = [*open_schedules(strategy, blocks, micro_batches)]
+    is_open = strategy.schedule is None and strategy.stages_per_rank is None
+    if is_open and INTERLEAVED in found:
+        depth = 2 * INTERLEAVED[1]
+        while depth * strategy.pp_size <= blocks:
+            found.append((INTERLEAVED[0], depth))
+            depth *= 2
+    order = ("1f1b", "interleaved", "zbv", "zero_bubble", "dualpipe_v", "gpipe")
+    return sorted(found, key=lambda item: (order.index(item[0]), -item[1]))
 
 
 class _Reduced:

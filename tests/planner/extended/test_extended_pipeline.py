@@ -12,6 +12,7 @@ import autopar
 from autopar.capture.batch_slices import CaptureCache, capture_of_rank
 from autopar.core.ir.graph import TrainingGraph
 from autopar.core.plan.strategy import Strategy
+from autopar.planner.extended.default_pipelines import least_idle_first
 from autopar.planner.extended.extended_search import can_extend, plan_extended
 from autopar.planner.extended.reduced_models import ReducedModels
 from autopar.planner.extended.stage_blocks import StageBlocks, UnevenStagesError
@@ -129,3 +130,13 @@ def test_only_blocks_of_one_kind_in_a_row_extend() -> None:
         problem(False, pp=2, split_points=("blocks.3",)), several
     )  # cuts that the user chose
     assert issubclass(UnevenStagesError, autopar.StrategyError)
+
+
+def test_schedules_that_idle_least_come_first_and_interleaved_ones_go_deeper() -> None:
+    few = least_idle_first(Strategy(pp=4), blocks=8, micro_batches=4)
+    assert few[:2] == [("1f1b", 1), ("interleaved", 2)]
+    many = least_idle_first(Strategy(pp=4), blocks=32, micro_batches=4)
+    assert many[:4] == [("1f1b", 1), ("interleaved", 8), ("interleaved", 4), ("interleaved", 2)]
+    assert many[-1] == ("gpipe", 1)
+    fixed = Strategy(pp=4, schedule="interleaved", stages_per_rank=2)
+    assert least_idle_first(fixed, blocks=32, micro_batches=4) == [("interleaved", 2)]
