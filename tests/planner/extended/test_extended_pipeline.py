@@ -75,6 +75,7 @@ def models(own: PlanningProblem, tied: bool) -> ReducedModels:
     [
         {"pp": 4, "schedule": "1f1b", "zero": 1},
         {"pp": 4, "schedule": "interleaved", "zero": 0, "recompute": "full"},
+        {"pp": 2, "schedule": "interleaved", "stages_per_rank": 4, "zero": 1},
         {"pp": 2, "schedule": "zbv", "zero": 2},
         {"pp": 4, "schedule": "zero_bubble", "zero": 3, "tp": 2},
         {"pp": 8, "schedule": "1f1b", "zero": 1, "recompute": "selective"},
