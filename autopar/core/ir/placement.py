@@ -212,15 +212,21 @@ EVEN_ENOUGH = 1.05
 """Largest ratio of a rank's chunk to an even share that counts as even."""
 
 
-def shard_dim(shape: Sequence[int], ranks: int) -> int:
+KEPT_EVEN_ENOUGH = 1.25
+"""The same where gathered parameters are kept: the copy of each lasts until the backward then."""
+
+
+def shard_dim(shape: Sequence[int], ranks: int, even_enough: float = EVEN_ENOUGH) -> int:
     """Dim whose chunks over `ranks` are the most even; the first that is even enough.
 
     >>> shard_dim((50257, 768), 16), shard_dim((8, 4096, 14336), 16), shard_dim((3,), 2)
     (0, 1, 0)
+    >>> shard_dim((6656, 16384), 1024), shard_dim((6656, 16384), 1024, KEPT_EVEN_ENOUGH)
+    (1, 0)
     """
     excess = [unevenness(size, ranks) for size in shape]
     return next(
-        (dim for dim, ratio in enumerate(excess) if ratio <= EVEN_ENOUGH),
+        (dim for dim, ratio in enumerate(excess) if ratio <= even_enough),
         excess.index(min(excess)),
     )
 

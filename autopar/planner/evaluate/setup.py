@@ -8,7 +8,14 @@ from typing import Generic, TypeVar
 
 from autopar.core.ir.graph import ParameterInfo, TrainingGraph
 from autopar.core.ir.messages import FROM_HOST, TO_HOST, WRITE
-from autopar.core.ir.placement import Placement, Replicate, Shard, shard_dim
+from autopar.core.ir.placement import (
+    EVEN_ENOUGH,
+    KEPT_EVEN_ENOUGH,
+    Placement,
+    Replicate,
+    Shard,
+    shard_dim,
+)
 from autopar.core.plan.compression import Compressions
 from autopar.core.plan.layout import Layout
 from autopar.core.plan.overlap import Overlap
@@ -103,7 +110,9 @@ class EvaluationSetup:
         if self.base.dp_size > 1:
             for info in sharded:
                 shape = layout.model_parallel_shape(info)
-                placements[info.name] = Shard(shard_dim(shape, layout.shard_ranks))
+                even_enough = EVEN_ENOUGH if zero[info.block] == 3 else KEPT_EVEN_ENOUGH
+                dim = shard_dim(shape, layout.shard_ranks, even_enough)
+                placements[info.name] = Shard(dim)
         return replace(
             self.base,
             partitions=tuple(
