@@ -6,14 +6,30 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 
+from autopar.capture.batch_slices import capture_of_rank
 from autopar.core.ir.graph import ParameterInfo
 from autopar.core.ir.placement import Shard, shard_dim
 from autopar.core.plan.partition import Partition
+from autopar.core.plan.strategy import Strategy
 from autopar.passes.rules.local_args import local_shape
+from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.evaluate.zero_shards import shard_replicated
+from autopar.planner.search.build_evaluator import build_evaluator
+from tests.planner.problems import problem_of
 
 EXPERTS = 8
+
+
+class Product(nn.Linear):
+    """A product of 104 columns, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 104, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
 
 
 def parameters(rng: random.Random, mixture: bool) -> Iterator[ParameterInfo]:
@@ -52,3 +68,14 @@ def test_shares_are_even(axes: dict[str, int]) -> None:
         infos = list(parameters(rng, mixture="ep" in axes or index % 2 == 0))
         for ranks in (3, 5, 8, 16):
             assert largest_share(infos, axes, max(1, ranks // prod(axes.values()))) <= 1.05
+
+
+@pytest.mark.parametrize(("stage", "dim"), [(1, 0), (2, 0), (3, 1)])
+def test_kept_parameters_are_sharded_on_a_dim_that_needs_no_copy(stage: int, dim: int) -> None:
+    """Seven rows each of 104 over 16 ranks are 8 % too many, and columns divide evenly."""
+    model, x = Product(), torch.randn(16, 64)
+    own = problem_of(model, Strategy(zero=stage), world_size=16)
+    graph = capture_of_rank(model, (x,), 0, 16)
+    evaluator = build_evaluator(own, graph, None)
+    plan = evaluator.setup.draft(default_config(own.strategy, own.blocks, stage))
+    assert dict(plan.placements)["weight"] == Shard(dim)
