@@ -35,8 +35,8 @@ class Baseline:
         """Records a candidate if it is DDP's or fully_shard's."""
         if plan.prediction is None or not (name := usual_name(plan)):
             return
-        known = self.fastest.get(name)
-        if known is None or self._order(plan) < self._order(known):
+        fastest = self.fastest.get(name)
+        if fastest is None or self._order(plan) < self._order(fastest):
             self.fastest[name] = plan
 
     def fits(self, plan: Plan | None) -> bool:
@@ -45,8 +45,8 @@ class Baseline:
 
     def runner_up(self, best: Prediction, *names: str) -> RunnerUp | None:
         """The fastest plan of some names, beside the best of all; None if none is known."""
-        known = [self.fastest[name] for name in names if name in self.fastest]
-        plan = min(known, key=self._order, default=None)
+        plans = [self.fastest[name] for name in names if name in self.fastest]
+        plan = min(plans, key=self._order, default=None)
         if plan is None or (cost := plan.prediction) is None:
             return None
         why = slower(cost, best) if self.fits(plan) else f"needs {self._more(cost.needed_bytes)}"

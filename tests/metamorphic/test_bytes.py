@@ -92,7 +92,7 @@ def test_tensor_parallelism_reduces_four_activations_a_block(depth: int) -> None
 
 @pytest.mark.parametrize(("depth", "micro_batches"), [(3, 1), (3, 4), (4, 2)])
 def test_a_pipeline_sends_the_rows_between_two_blocks(depth: int, micro_batches: int) -> None:
-    """Those of each micro-batch to the next stage, and as many gradients back."""
+    """Activations of each micro-batch to the next stage, and as many gradients back."""
     axes = (("pp", 2), ("micro_batches", micro_batches), ("schedule", "1f1b"))
     question = gpt(128, depth=depth, axes=axes)
     first, last = question.candidate().prediction.stages

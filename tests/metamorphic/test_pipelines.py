@@ -136,7 +136,7 @@ def test_messages_add_what_they_expose(schedule: str) -> None:
 
 @each_schedule
 def test_one_more_micro_batch_takes_longer_and_leaves_a_smaller_bubble(schedule: str) -> None:
-    """Of even stages: the ends of the pipeline are shared by more work."""
+    """More work shares the ends of a pipeline of even stages."""
     for pipe in pipes(schedule):
         stage = replace(pipe.stages[0], forward_s=1.0, backward_s=2.0, input_s=1.0, weight_s=1.0)
         even = replace(pipe, stages=(stage,) * len(pipe.stages), byte_s=0.0)

@@ -176,7 +176,7 @@ def test_offloading_takes_bytes_from_the_device(mesh: str) -> None:
 
 
 def test_more_micro_batches_keep_fewer_activations() -> None:
-    """Of one batch in a pipeline: each micro-batch is smaller, and each rank waits less."""
+    """Micro-batches of one batch are smaller, and each rank waits less."""
     base = replace(MESHES["stages"], rows=32)
     saved, bubbles = [], []
     for count in (1, 2, 4):

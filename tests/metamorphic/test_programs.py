@@ -82,7 +82,7 @@ def step(graph: TrainingGraph, seconds: dict[str, float], cluster: Cluster = CLU
 
 
 def overhead(states: int = 2, **options: Any) -> Overhead:
-    """Of an optimizer with so many states of a parameter's size."""
+    """States of an optimizer with so many of a parameter's size."""
     memory = OptimizerMemory((1.0,) * states, 0, 0.0, 0.0, 0.0, "modelled by hand")
     return Overhead(memory, **options)
 

@@ -90,15 +90,15 @@ def least_idle_first(strategy: Strategy, blocks: int, micro_batches: int) -> lis
     1F1B comes first, so that there is an answer, then those that idle least. Interleaved ones have
     more stages a rank than where models are lowered whole, which takes longer for each.
     """
-    found = [*open_schedules(strategy, blocks, micro_batches)]
+    schedules = [*open_schedules(strategy, blocks, micro_batches)]
     is_open = strategy.schedule is None and strategy.stages_per_rank is None
-    if is_open and INTERLEAVED in found:
+    if is_open and INTERLEAVED in schedules:
         depth = 2 * INTERLEAVED[1]
         while depth * strategy.pp_size <= blocks:
-            found.append((INTERLEAVED[0], depth))
+            schedules.append((INTERLEAVED[0], depth))
             depth *= 2
     order = ("1f1b", "interleaved", "zbv", "zero_bubble", "dualpipe_v", "gpipe")
-    return sorted(found, key=lambda item: (order.index(item[0]), -item[1]))
+    return sorted(schedules, key=lambda item: (order.index(item[0]), -item[1]))
 
 
 class _Reduced:
