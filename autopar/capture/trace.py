@@ -41,6 +41,7 @@ from autopar.capture.values.checkpoint_calls import (
     without_reentrant_checkpoints,
 )
 from autopar.capture.values.compiler_branches import CompilerBranches, Site
+from autopar.capture.values.decompositions import DECOMPOSITIONS
 from autopar.capture.values.replay import NO_STEPS, Replay
 from autopar.core.common.notices import warn_once
 from autopar.core.ir.graph import ParameterInfo, TrainingGraph
@@ -388,7 +389,7 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
             stack.enter_context(traced.backward.recording())
             inputs = tuple(traced.inputs)
             joint = aot_export_joint_with_descriptors(
-                stack, traced, inputs, decompositions=_DECOMPOSITIONS
+                stack, traced, inputs, decompositions=DECOMPOSITIONS
             ).graph_module
             _torch.forget_code_with(joint)
             if traced.sizes is not None:
@@ -405,14 +406,6 @@ def _trace_joint(traced: TracedCall) -> fx.GraphModule:
                 raise
             traced.trace_all_blocks()
     return attempt()
-
-
-def _zeros(size: Sequence[int], **options: Any) -> Tensor:
-    """Zeros in place of a tensor without storage, which autograd makes for derivatives of steps."""
-    return torch.zeros(size, dtype=options.get("dtype"), device=options.get("device"))
-
-
-_DECOMPOSITIONS = {torch.ops.aten._efficientzerotensor.default: _zeros}
 
 
 def _random_state() -> tuple[object, ...]:

@@ -203,9 +203,12 @@ def check_replicas(ranks: Sequence[Rank]) -> None:
         _check_same([ranks[r] for r in group])
 
 
+EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default)
+
+
 def _has_no_values(node: fx.Node) -> bool:
     """Whether a node is memory that nothing was written to, or a part of it."""
-    if node.target is torch.ops.aten.new_empty_strided.default:
+    if node.target in EMPTY:
         return True
     source = next(iter(node.all_input_nodes), None)
     selects = is_view(node) or node.target is torch.ops.aten.index_select.default

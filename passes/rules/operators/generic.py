@@ -28,12 +28,13 @@ def pointwise(operator: Operator) -> list[Loop]:
 def created(operator: Operator) -> list[Loop]:
     """Each dim of a result that is created from a shape and a number.
 
-    An operand gives only its dtype and device. It may be sharded like the result, or in any dim if
-    the result is whole.
+    An operand gives only its dtype and device. It may be sharded like the result in a dim of the
+    same size, or in any dim if the result is whole.
     """
     shape, like = operator.results[0].shape, operator.operands
+    # Rows of a key are made from those of its parts, which are narrower: other dims may differ.
     loops = [
-        Loop.over(size, [dim if t.shape == shape else None for t in like], (dim,))
+        Loop.over(size, [dim if size in t.shape[dim : dim + 1] else None for t in like], (dim,))
         for dim, size in enumerate(shape)
     ]
     for tensor in like:
