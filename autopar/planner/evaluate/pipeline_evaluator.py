@@ -66,7 +66,7 @@ class StagedEvaluator(Evaluator):
 
     Attributes:
         pipeline: its stages and their schedule.
-        split: graphs of stages for one micro-batch, independent of the configuration.
+        split: graphs of stages for one micro-batch, with the loss as a whole.
     """
 
     pipeline: Pipeline
@@ -99,8 +99,9 @@ class PipelineEvaluator(StagedEvaluator):
         self.pipeline = pipeline
         self._lowered = ProgramCache[LoweredPipeline](1)
         self._stages = ProgramCache[LoweredPipeline](1)
+        self._splits: dict[bool, PipelineStages] = {}
         if alike is not None:
-            self.split, self._stages = alike.split, alike._stages
+            self._splits, self._stages = alike._splits, alike._stages
         self._candidates: dict[CandidateConfig, Candidate] = {}
 
     def plan(self, config: CandidateConfig) -> Plan:
@@ -145,12 +146,21 @@ class PipelineEvaluator(StagedEvaluator):
         """The simulated step of a configuration."""
         return self._simulate(self._lower(config))
 
-    @cached_property
+    @property
     def split(self) -> PipelineStages:  # type: ignore[override]
-        """Graph of each stage for one micro-batch, independent of the configuration."""
-        plan, micro_batches = self.setup.base, self.pipeline.micro_batches
-        strategies = self.setup.op_strategies
-        return split_plan_stages(self.setup.graph, plan, 0, strategies, micro_batches)
+        """Graph of each stage for one micro-batch, with the loss as a whole."""
+        return self._split(1)
+
+    def _split(self, loss_chunks: int) -> PipelineStages:
+        """Graphs of the stages; a loss in chunks leaves out the logits before the split."""
+        in_chunks = loss_chunks > 1
+        if in_chunks not in self._splits:
+            plan = replace(self.setup.base, loss_chunks=loss_chunks)
+            strategies, micro_batches = self.setup.op_strategies, self.pipeline.micro_batches
+            self._splits[in_chunks] = split_plan_stages(
+                self.setup.graph, plan, 0, strategies, micro_batches
+            )
+        return self._splits[in_chunks]
 
     def _simulate(self, lowered: LoweredPipeline) -> SimulatedPipeline:
         distinct = {i: self._simulate_stage(lowered.programs[i]) for i in set(lowered.first)}
@@ -197,9 +207,9 @@ class PipelineEvaluator(StagedEvaluator):
 
     def _lower_stages(self, config: CandidateConfig) -> LoweredPipeline:
         """Lowers equal stages once, or each stage if collectives are scheduled by name."""
-        plan, stages = self.setup.draft(config), self.split.stages
+        plan, stages = self.setup.draft(config), self._split(config.loss_chunks).stages
         firsts = tuple(range(len(stages))) if config.scheduled else equal_stages(stages, plan)
-        buckets = self._propose_buckets(config, plan, firsts)
+        buckets = self._propose_buckets(config, plan, stages, firsts)
         plan = replace(plan, buckets=buckets, compressions=config.compressions(buckets))
         if config.scheduled:
             overlaps = (self.setup.overlaps(config, g, self._passes(g, plan)[0]) for g in stages)
@@ -220,10 +230,13 @@ class PipelineEvaluator(StagedEvaluator):
         return build_microbatch_pipelines(graph, plan, 0, backend, micro_batches=micro_batches)
 
     def _propose_buckets(
-        self, config: CandidateConfig, plan: Plan, firsts: Sequence[int]
+        self,
+        config: CandidateConfig,
+        plan: Plan,
+        stages: Sequence[TrainingGraph],
+        firsts: Sequence[int],
     ) -> Buckets:
         """Buckets of all stages; equal stages have equal buckets up to names."""
-        stages = self.split.stages
         total, proposed = Buckets(), dict[int, Buckets]()
         for graph, first in zip(stages, firsts, strict=True):
             if first not in proposed:

@@ -43,7 +43,7 @@ def least_bytes(search: ConfigSearch, config: CandidateConfig, enough: int) -> i
 def _variants(search: ConfigSearch, config: CandidateConfig) -> Sequence[CandidateConfig]:
     """A configuration with each number of chunks that may be tried."""
     strategy, setup = search.strategy, search.setup
-    if strategy.loss_chunks is not None or strategy.pipelined or config.loss_chunks > 1:
+    if strategy.loss_chunks is not None or config.loss_chunks > 1:
         return ()
     counts = loss_chunks(setup.graph, setup.base.model_parallel_size)
     return tuple(replace(config, loss_chunks=count) for count in counts)

@@ -71,3 +71,17 @@ def test_more_chunks_need_less() -> None:
 def test_few_words_are_left_whole() -> None:
     with pytest.raises(autopar.OutOfMemoryError):
         planned(1 << 16, words=3)
+
+
+def test_chunks_leave_the_logits_of_a_pipeline_out() -> None:
+    """No rank holds logits of any micro-batch, neither in a prediction nor in training."""
+    options = {"pp": 2, "micro_batches": 2, "schedule": "1f1b"}
+    whole, lean = (planned(1 << 36, loss_chunks=count, **options) for count in (1, 8))
+    assert whole.prediction is not None
+    assert lean.prediction is not None
+    assert whole.prediction.memory["outputs"]
+    assert not lean.prediction.memory["outputs"]
+    short = (needed(whole) + needed(lean)) // 2
+    plan = planned(short, **options)
+    assert plan.loss_chunks in LOSS_CHUNKS
+    assert needed(plan) <= short
