@@ -4,7 +4,8 @@
 
 On an emulated cluster, plans of an enumeration, peers, and the plan chosen under each cap train the
 same model in turn, step by step, in the same processes. Races in the file of `--json` are not run
-again. The exit status is 77 where nodes cannot be emulated.
+again. With `--near` the enumeration leaves out what was slow in kept results. The exit status is 77
+where nodes cannot be emulated.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -31,13 +33,16 @@ from benchmarks.cluster.network import bits_per_second
 from benchmarks.cluster.ranks import start
 from benchmarks.launch import Job, race
 from benchmarks.peers import words
-from benchmarks.regret.plans import Layout
+from benchmarks.regret.plans import PEERS, REPLICATED, Layout, chosen_name
 from benchmarks.regret.score import entries, overview, race_table, summary, verdict
-from benchmarks.regret.worker import RegretJob, names
+from benchmarks.regret.worker import Caps, RegretJob, names
 from benchmarks.report import about, save, versions, wide_console
 
 CLUSTER = r"[1-9]\d*x[1-9]\d*(@.+)?"
 WORKER = "benchmarks.regret.worker"
+
+NEAR = 1.25
+"""Times the fastest plan of an earlier race: slower ones did not become the best since."""
 
 INFEASIBLE = ("OutOfMemoryError", "StrategyError", "BatchError", "CaptureError")
 """Errors of strategies that do not suit a model."""
@@ -61,6 +66,9 @@ def parse_arguments() -> argparse.Namespace:
         "--caps", type=words, default=["none", "0.7"], help="shares of DDP's memory"
     )
     parser.add_argument("--contenders", type=words, default=[], metavar="NAMES", help="only these")
+    parser.add_argument(
+        "--near", type=Path, metavar="FILE", help="kept results: only what was near"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="results, continued if present")
     parser.add_argument("--cache", type=Path, default=cache_directory() / "regret")
@@ -93,10 +101,11 @@ def run(
 ) -> dict[str, Any]:
     case = importlib.import_module(args.models).CASES[model]
     everyone = names(case, layout, args.caps)
+    allowed = args.contenders or (near(args.near, model, layout, args.caps) if args.near else ())
     job = RegretJob(
         case=model,
         world_size=layout.ranks,
-        contenders=tuple(n for n in everyone if n in (args.contenders or everyone)),
+        contenders=tuple(n for n in everyone if n in (allowed or everyone)),
         rounds=args.steps,
         threads=1,
         patience=args.patience,
@@ -134,6 +143,26 @@ def run(
         "commit": versions()["commit"],
         **outcome,
     }
+
+
+def near(results: Path, model: str, layout: Layout, caps: Caps) -> set[str]:
+    """Contenders that earlier races left a chance to be the best under a cap, at any rate.
+
+    They took at most `NEAR` times the fastest that fits. Peers, the plan that caps refer to, and
+    chosen plans run in any case. There are none where nothing was raced before.
+    """
+    names: set[str] = set()
+    for earlier in json.loads(results.read_text())["races"]:
+        if (earlier["model"], earlier["cluster"]) != (model, str(layout)):
+            continue
+        ran = {name: row for name, row in earlier["contenders"].items() if "step_ms" in row}
+        for cap in caps:
+            most = math.inf if cap is None else cap * ran[REPLICATED]["peak_bytes"]
+            steps = {n: row["step_ms"] for n, row in ran.items() if row["peak_bytes"] <= most}
+            limit = NEAR * min(steps.values(), default=0.0)
+            names |= {name for name, step in steps.items() if step <= limit}
+    always = {*(peer.name for peer in PEERS), REPLICATED, *map(chosen_name, caps)}
+    return names | always if names else names
 
 
 def document(done: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """The arithmetic of regret, and the enumeration of plans."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.regret.__main__ import near
 from benchmarks.regret.models import CASES
 from benchmarks.regret.plans import Layout, enumeration
 from benchmarks.regret.score import COMPARED, entries, summary, verdict
@@ -114,3 +117,14 @@ def test_losses_are_compared_before_rounding_has_grown() -> None:
     found = entries(given)
     assert found["ddp"].error is None
     assert "losses differ by 1.0e-01" in str(found["fully_shard"].error)
+
+
+def test_only_what_was_near_runs_again(tmp_path: Path) -> None:
+    steps = {"zero0": (10.0, 100), "tp2": (12.0, 90), "pp2": (20.0, 50), "zero3": (26.0, 60)}
+    rows = {name: {"step_ms": ms, "peak_bytes": size} for name, (ms, size) in steps.items()}
+    earlier = {"model": "deep", "cluster": "2x1", "contenders": rows | {"ep2": {"error": "none"}}}
+    (tmp_path / "kept.json").write_text(json.dumps({"races": [earlier]}))
+    layout, peers = Layout.of("2x1"), {"ddp", "fully_shard"}
+    names = near(tmp_path / "kept.json", "deep", layout, (None, 0.7))
+    assert names == peers | {"zero0", "tp2", "pp2", "chosen", "chosen under 0.7"}
+    assert not near(tmp_path / "kept.json", "wide", layout, (None,))
