@@ -17,12 +17,14 @@ class PracticePlan:
         plan: name of its fastest plan; "" if there is none.
         step_s: seconds of its predicted step; 0 if there is none.
         why: reason why there is none; "" if there is one.
+        needed_bytes: bytes to compare with a memory cap; 0 if unknown.
     """
 
     name: str
     plan: str = ""
     step_s: Seconds = 0.0
     why: str = ""
+    needed_bytes: Count = 0
 
 
 @dataclass(frozen=True)
