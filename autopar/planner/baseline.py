@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Prediction, RunnerUp, slower
-from autopar.core.plan.search_outcome import PracticePlan
+from autopar.core.plan.search_outcome import DDP, FSDP, RECOMPUTED, PracticePlan
 from autopar.formatting import human_bytes
-
-DDP, FSDP, RECOMPUTED = "DDP", "FSDP", "FSDP with recomputation"
-"""Usual names: all-reduced gradients, and ZeRO 3 without and with recomputed activations."""
 
 
 class Baseline:

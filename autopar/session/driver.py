@@ -9,15 +9,22 @@ from typing import TypeVar
 
 from autopar.core.common.deadline import Deadline
 from autopar.core.plan.plan import Plan
-from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
+from autopar.core.plan.search_outcome import (
+    DDP,
+    FSDP,
+    MEGATRONS,
+    RECOMPUTED,
+    PracticePlan,
+    SearchOutcome,
+)
 from autopar.core.plan.strategy import Strategy
-from autopar.planner.baseline import DDP, FSDP, RECOMPUTED, Baseline
+from autopar.planner.baseline import Baseline
 from autopar.planner.evaluate.candidate import CandidateConfig
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.mesh_search import EstimateMesh, fastest_mesh
-from autopar.planner.search.practice import MEGATRONS, PracticeLayout
+from autopar.planner.search.practice import PracticeLayout
 from autopar.planner.search.search_progress import ReportProgress
 from autopar.planner.search.state_bytes import ddp_state_bytes
 

@@ -19,7 +19,7 @@ from autopar.core.common.garbage import rare_collections
 from autopar.core.ir.graph import TrainingGraph
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.recompute import LEVELS, Level
-from autopar.core.plan.search_outcome import PracticePlan
+from autopar.core.plan.search_outcome import DDP, FSDP, RECOMPUTED, PracticePlan
 from autopar.core.plan.strategy import Strategy
 from autopar.errors import (
     AutoparError,
@@ -29,7 +29,6 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import human_bytes
-from autopar.planner.baseline import DDP, FSDP, RECOMPUTED
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
 from autopar.planner.extended.extended_search import can_extend, plan_extended
 from autopar.planner.extended.reduced_models import ReducedModels

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from autopar.core.common.documents import Count, Seconds
 from autopar.core.plan.prediction import RunnerUp
 
+DDP, FSDP, RECOMPUTED = "DDP", "FSDP", "FSDP with recomputation"
+"""Usual names: all-reduced gradients, and ZeRO 3 without and with recomputed activations."""
+
+MEGATRONS = "Megatron's"
+"""Name of tensor parallelism in a node, then as many pipeline stages as memory demands."""
+
+ALWAYS_NAMED = (DDP, FSDP, RECOMPUTED, MEGATRONS)
+"""Layouts that a verdict compares with."""
+
 
 @dataclass(frozen=True)
 class PracticePlan:

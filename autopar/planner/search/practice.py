@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.core.common.deadline import TimeIsOver
 from autopar.core.plan.plan import Plan
-from autopar.core.plan.search_outcome import PracticePlan
+from autopar.core.plan.search_outcome import MEGATRONS, PracticePlan
 from autopar.core.plan.strategy import Strategy
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import first_line, human_bytes
@@ -30,9 +30,6 @@ STATES_SHARE = 0.5
 
 DEEPSEEKS_NODES = 8
 """Most nodes that experts are spread over."""
-
-MEGATRONS = "Megatron's"
-"""Name of tensor parallelism in a node, then as many pipeline stages as memory demands."""
 
 NO_TIME = "no time was left"
 
