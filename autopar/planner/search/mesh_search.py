@@ -25,6 +25,7 @@ from autopar.formatting import human_bytes
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import (
+    MOST_MICRO_BATCHES,
     SMALL_WORLD,
     likely_to_fit,
     mesh_name,
@@ -65,9 +66,6 @@ PATIENCE = 3
 
 DATA_PARALLEL_TRIES = 4
 """Number of micro-batch sizes of data parallelism that are planned before other meshes."""
-
-MOST_MICRO_BATCHES = 256
-"""Most micro-batches of data parallelism that are tried first."""
 
 UNDIVIDED = "tp divides rows alone, so it is data parallelism by another name"
 

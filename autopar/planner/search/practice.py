@@ -18,7 +18,7 @@ from autopar.core.plan.strategy import Strategy
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import first_line, human_bytes
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.meshes import MICRO_BATCHES_PER_STAGE, experts_of
+from autopar.planner.search.meshes import MICRO_BATCHES_PER_STAGE, MOST_MICRO_BATCHES, experts_of
 from autopar.planner.search.search_progress import TooCostlyError
 from autopar.planner.search.state_bytes import least_state_bytes
 
@@ -192,7 +192,9 @@ def practice(
             continue
         ranks = prod(sizes.get(axis, 1) for axis in AXES)
         rows = problem.rows // (problem.world_size // ranks)
-        counts = (_micro_batches(rows, sizes["pp"]),) if sizes.get("pp", 1) > 1 else (1, rows)
+        pp = sizes.get("pp", 1)
+        most = MICRO_BATCHES_PER_STAGE * pp if pp > 1 else MOST_MICRO_BATCHES
+        counts = (1,) * (pp == 1) + (_micro_batches(rows, most),)
         if strategy.micro_batches is not None:
             counts = (strategy.micro_batches,)
         for count in dict.fromkeys(max(1, each) for each in counts):
@@ -241,7 +243,7 @@ def _opened(strategy: Strategy, zero: int, sizes: Sizes) -> Strategy | None:
     )
 
 
-def _micro_batches(rows: int, stages: int) -> int:
-    """Micro-batches of as few rows as possible, at most some for each stage."""
-    most = min(rows, MICRO_BATCHES_PER_STAGE * stages)
-    return next((count for count in range(most, 0, -1) if rows % count == 0), 1)
+def _micro_batches(rows: int, most: int) -> int:
+    """Micro-batches of as few rows as possible, at most some."""
+    divisors = range(min(rows, most), 0, -1)
+    return next((count for count in divisors if rows % count == 0), 1)

@@ -63,6 +63,11 @@ def test_shards_lie_within_a_node_or_on_as_few_as_states_fit_on() -> None:
     assert "HSDP" not in layouts(problem(64, Strategy(search=("dp_shard",), zero=0)))
 
 
+def test_micro_batches_of_many_rows_are_few() -> None:
+    many = layouts(problem(64, Strategy(search=ALL), rows=2**16))
+    assert many["Megatron's"] == [({"tp": 8}, 1, 1), ({"tp": 8}, 1, 256)]
+
+
 def test_what_the_user_fixes_stays() -> None:
     assert layouts(problem(64, Strategy(tp=2, search=("pp",)))) == {}
     assert layouts(problem(64, Strategy(search=("pp", "cp")))) == {}  # tp may not be searched
