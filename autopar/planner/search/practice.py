@@ -198,7 +198,9 @@ def practice(
         if strategy.micro_batches is not None:
             counts = (strategy.micro_batches,)
         for count in dict.fromkeys(max(1, each) for each in counts):
-            yield PracticeLayout(name, replace(strategy, micro_batches=count))
+            several = count > 1 or pp > 1
+            own = count if several else strategy.micro_batches
+            yield PracticeLayout(name, replace(strategy, micro_batches=own))
 
 
 def megatrons(

@@ -45,8 +45,8 @@ def test_stages_follow_until_states_fit() -> None:
     # 96 blocks of 4096 have 19 billion parameters: 155 GB with gradients, 39 of 8 ranks' memory
     found = layouts(problem(64, Strategy(search=ALL)))
     assert found == {
-        "torchtitan's FSDP and tp": [({"tp": 8}, 3, 1), ({"tp": 8}, 3, 8)],
-        "Megatron's": [({"tp": 8}, 1, 1), ({"tp": 8}, 1, 8)],
+        "torchtitan's FSDP and tp": [({"tp": 8}, 3, None), ({"tp": 8}, 3, 8)],
+        "Megatron's": [({"tp": 8}, 1, None), ({"tp": 8}, 1, 8)],
     }
     small = layouts(problem(64, Strategy(search=ALL), memory=16 * 2**30))
     assert small["Megatron's"] == [({"pp": 4, "tp": 8}, 1, 32)]
@@ -55,9 +55,9 @@ def test_stages_follow_until_states_fit() -> None:
 
 def test_shards_lie_within_a_node_or_on_as_few_as_states_fit_on() -> None:
     found = layouts(problem(64, Strategy(search=(*ALL, "dp_shard"))))
-    assert found["HSDP"] == [({"dp_shard": 8}, 3, 1)]
+    assert found["HSDP"] == [({"dp_shard": 8}, 3, None)]
     # 77 GB of parameters, gradients and states over 8 x 2 ranks
-    assert found["torchtitan's HSDP and tp"][0] == ({"tp": 8, "dp_shard": 2}, 3, 1)
+    assert found["torchtitan's HSDP and tp"][0] == ({"tp": 8, "dp_shard": 2}, 3, None)
     one = layouts(problem(8, Strategy(search=(*ALL, "dp_shard"))))
     assert not [name for name in one if "HSDP" in name]
     assert "HSDP" not in layouts(problem(64, Strategy(search=("dp_shard",), zero=0)))
@@ -65,7 +65,7 @@ def test_shards_lie_within_a_node_or_on_as_few_as_states_fit_on() -> None:
 
 def test_micro_batches_of_many_rows_are_few() -> None:
     many = layouts(problem(64, Strategy(search=ALL), rows=2**16))
-    assert many["Megatron's"] == [({"tp": 8}, 1, 1), ({"tp": 8}, 1, 256)]
+    assert many["Megatron's"] == [({"tp": 8}, 1, None), ({"tp": 8}, 1, 256)]
 
 
 def test_what_the_user_fixes_stays() -> None:
@@ -78,7 +78,7 @@ def test_what_the_user_fixes_stays() -> None:
 
 def test_long_rows_and_experts_have_layouts_of_their_own() -> None:
     long = layouts(problem(64, Strategy(search=ALL), row_length=LONG_ROW))
-    assert long["torchtitan's FSDP and cp"] == [({"cp": 8}, 3, 1), ({"cp": 8}, 3, 8)]
+    assert long["torchtitan's FSDP and cp"] == [({"cp": 8}, 3, None), ({"cp": 8}, 3, 8)]
 
     class Mixture(nn.Module):
         def __init__(self, count: int) -> None:
@@ -88,10 +88,10 @@ def test_long_rows_and_experts_have_layouts_of_their_own() -> None:
     with torch.device("meta"):
         few = layouts(problem(64, Strategy(search=ALL), model=Mixture(4)))
         many = problem(64, Strategy(search=ALL), model=Mixture(32))
-    assert few["FSDP with experts in a node"] == [({"ep": 4}, 3, 1), ({"ep": 4}, 3, 4)]
-    assert few["DeepSeek's"] == [({"ep": 4}, 1, 1), ({"ep": 4}, 1, 4)]
-    assert layouts(many)["DeepSeek's"] == [({"ep": 32}, 1, 1), ({"ep": 32}, 1, 32)]
-    assert layouts(many)["Megatron's with experts"][0] == ({"ep": 8}, 1, 1)
+    assert few["FSDP with experts in a node"] == [({"ep": 4}, 3, None), ({"ep": 4}, 3, 4)]
+    assert few["DeepSeek's"] == [({"ep": 4}, 1, None), ({"ep": 4}, 1, 4)]
+    assert layouts(many)["DeepSeek's"] == [({"ep": 32}, 1, None), ({"ep": 32}, 1, 32)]
+    assert layouts(many)["Megatron's with experts"][0] == ({"ep": 8}, 1, None)
     small = layouts(replace(many, memory=2 * 2**20))
     assert small["DeepSeek's"] == [({"ep": 32, "pp": 2}, 1, 16)]
 
@@ -118,9 +118,13 @@ def test_a_plan_names_them_and_is_never_slower() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "limit_s"), [("zero3", None), ("zero3", 60), ("fastest", None)], ids=str
+    ("strategy", "limit_s"),
+    [("zero3", None), ("zero3", 60), (Strategy(search=("tp",), recompute="none"), None)],
+    ids=["fixed", "fixed in time", "searched"],
 )
-def test_four_usual_layouts_stand_beside_every_plan(strategy: str, limit_s: float | None) -> None:
+def test_four_usual_layouts_stand_beside_every_plan(
+    strategy: str | Strategy, limit_s: float | None
+) -> None:
     with torch.device("meta"):
         model, x = Stack(lambda: GPTBlock(256, 8), 6), torch.empty(16, 128, 256)
     plan = autopar.plan(
