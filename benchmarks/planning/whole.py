@@ -28,6 +28,8 @@ import torch
 
 import autopar
 from autopar.planner.extended.reduced_models import only_few_blocks
+from autopar.session.driver import Driver
+from autopar.session.offline import OfflineDriver
 from benchmarks.planning.models import Made, language, vit
 from benchmarks.published import gpt
 from benchmarks.report import about, save
@@ -36,6 +38,7 @@ LIMIT_S = 600.0
 MIB = 2**20
 AMPLE = "10TB"  # memory that every plan fits in, so that nothing is chosen to fit
 STEP = ("compute_s", "exposed_s", "update_s", "idle_s")
+FIGURES = ("step_s", "peak_bytes", "needed_bytes", "wire")
 BYTES = ("peak_bytes", "needed_bytes", "reserved_bytes")
 
 
@@ -102,7 +105,7 @@ FAMILIES: Mapping[str, Callable[[int, int, int], Made]] = {
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "ddp": {"zero": 0},
-    "zero 3": {"zero": 3},
+    "zero3": {"zero": 3},
     "tp": {"tp": 2},
     "cp": {"cp": 2},
     "ep": {"ep": 2},
@@ -150,6 +153,8 @@ def compared(case: Case, *, tuned: bool) -> dict[str, Any]:
     """Both plans of a case; in a process of its own."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # Usual layouts beside a plan take most of the time, and tell nothing here.
+    OfflineDriver.with_outcome = Driver.with_outcome  # type: ignore[method-assign]
     row: dict[str, Any] = {"name": case.name, **asdict(case)}
     fixed = autopar.Strategy(**case.strategy, hierarchical=False, loss_chunks=1)
     try:
@@ -244,20 +249,27 @@ def _ratio(few: float, whole: float) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Deviations by kind of plan in per cent, then those of all."""
+    """Deviations by kind of plan in per cent, then those of all.
+
+    `low` is the most that a figure by arithmetic is below that of the whole model, `high` above it.
+    """
     found = []
     for kind in (*KINDS, "all"):
-        own = [r for r in rows if "ratio" in r and kind in (r["kind"], "all")]
+        own = [row for row in rows if "ratio" in row and kind in (row["kind"], "all")]
         if not own:
             continue
-        line: dict[str, Any] = {"kind": kind, "plans": len(own)}
-        for figure in ("step_s", "peak_bytes", "needed_bytes", "wire"):
-            off = [100 * (each["ratio"][figure] - 1) for each in own]
-            line[figure] = {"median": median(map(abs, off)), "least": min(off), "most": max(off)}
-        if tuned := [100 * (each["tuned"] - 1) for each in own if "tuned" in each]:
-            line["tuned"] = {"median": median(tuned), "least": min(tuned), "most": max(tuned)}
-        found.append(line)
+        figures = {name: [row["ratio"][name] for row in own] for name in FIGURES}
+        if tuned := [row["tuned"] for row in own if "tuned" in row]:
+            figures["tuned"] = tuned
+        found.append(
+            {"kind": kind, "plans": len(own)} | {n: _spread(r) for n, r in figures.items()}
+        )
     return found
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    off = [100 * (ratio - 1) for ratio in ratios]
+    return {"median": median(map(abs, off)), "low": max(0, -min(off)), "high": max(0, *off)}
 
 
 def line_of(row: Mapping[str, Any]) -> str:
@@ -278,12 +290,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=48, help="number of plans")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
+    parser.add_argument("--mib", type=int, help="size of all buckets; drawn by default")
     parser.add_argument("--tuned", action="store_true", help="leave buckets and schedules open too")
     parser.add_argument("--json", type=Path, help="results, continued if present")
     options = parser.parse_args(arguments)
     known = json.loads(options.json.read_text())["rows"] if _exists(options.json) else []
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in known}
     for case in drawn(options.seed, options.count):
+        if options.mib:
+            sizes = dict.fromkeys(("gather_bytes", "reduce_bytes"), options.mib * MIB)
+            case = replace(case, strategy={**case.strategy, **sizes})
         if case.name in rows or case.kind not in options.kinds:
             continue
         with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -89,7 +89,11 @@ def _throughput(plan: Plan, p: Prediction) -> list[Markup]:
     more: tuple[object, ...] = slow, " to ", fast
     if used:
         low, high = map(share, step_interval(p).of_rate(used))
-        more += "; ", share(used), " (", low, " to ", high, ") of the devices' peak"
+        formula = (
+            f"MFU: {p.work.flops:.3g} FLOP a step ÷ ({duration(p.step_s)} × {plan.world_size:,} "
+            f"ranks × {p.work.peak / 1e12:,.0f} TFLOP/s)"
+        )
+        more += "; ", share(used), " (", low, " to ", high, f") of the devices' peak. {formula}"
     return [_tile(f"{kind} a second", amount(done / p.step_s), *more)]
 
 
