@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Prediction, RunnerUp, slower
-from autopar.core.plan.search_outcome import PracticePlan
+from autopar.core.plan.search_outcome import DDP, FSDP, RECOMPUTED, PracticePlan
 from autopar.formatting import human_bytes
-
-DDP, FSDP, RECOMPUTED = "DDP", "FSDP", "FSDP with recomputation"
-"""Usual names: all-reduced gradients, and ZeRO 3 without and with recomputed activations."""
 
 
 class Baseline:
@@ -49,8 +46,7 @@ class Baseline:
         plan = min(plans, key=self._order, default=None)
         if plan is None or (cost := plan.prediction) is None:
             return None
-        why = slower(cost, best) if self.fits(plan) else f"needs {self._more(cost.needed_bytes)}"
-        return RunnerUp.of(plan.name, cost, why)
+        return RunnerUp.of(plan.name, cost, self._lack(plan) or slower(cost, best))
 
     def usual(self, state_bytes: float, otherwise: str) -> Iterator[PracticePlan]:
         """Each usual name with its fastest plan, or the reason why there is none.
@@ -62,20 +58,26 @@ class Baseline:
         for name in (DDP, FSDP, RECOMPUTED):
             plan = self.fastest.get(name)
             if plan is not None and (cost := plan.prediction) is not None:
-                if self.fits(plan):
-                    yield PracticePlan(name, plan.name, cost.step_s)
-                else:
-                    yield PracticePlan(name, why=f"needs {self._more(cost.needed_bytes)}")
-            elif name == DDP and self.cap is not None and state_bytes > self.cap:
-                more = self._more(round(state_bytes))
-                yield PracticePlan(name, why=f"its parameters and states alone need {more}")
+                lack, step_s = self._lack(plan), cost.step_s
+                price = PracticePlan(name, plan.name, step_s, needed_bytes=cost.needed_bytes)
+                yield PracticePlan(name, why=lack) if lack else price
+            elif name == DDP and (lack := self._more(round(state_bytes))):
+                yield PracticePlan(name, why=f"its parameters and states alone need {lack}")
             elif name == RECOMPUTED and self.fits(self.fastest.get(FSDP)):
                 yield PracticePlan(name, why="not needed, since FSDP fits without")
             else:
                 yield PracticePlan(name, why=otherwise)
 
+    def _lack(self, plan: Plan) -> str:
+        """Text of what a plan needs beyond the cap; "" if it fits."""
+        assert plan.prediction is not None
+        more = self._more(plan.prediction.needed_bytes)
+        return more and f"needs {more}"
+
     def _more(self, needed_bytes: int) -> str:
-        return f"{human_bytes(needed_bytes - (self.cap or 0))} more than the cap"
+        if self.cap is None or needed_bytes <= self.cap:
+            return ""
+        return f"{human_bytes(needed_bytes - self.cap)} more than the cap"
 
     def _order(self, plan: Plan) -> tuple[bool, float]:
         cost = plan.prediction

@@ -13,14 +13,7 @@ from autopar.formatting import duration, human_bytes, printable
 from autopar.report.error_bars import memory_interval, step_interval
 from autopar.report.explain import parts_of_step
 from autopar.report.precision import precision_line
-from autopar.report.verdict import (
-    LOOSE,
-    baselines,
-    compared,
-    enough,
-    practised,
-    without_baseline,
-)
+from autopar.report.verdict import LOOSE, other_layouts, practised, verdict
 
 if TYPE_CHECKING:
     from autopar.core.plan.plan import Plan
@@ -123,13 +116,10 @@ def _predicted(plan: Plan, p: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _searched(plan: Plan, found: SearchOutcome, step_s: float) -> Iterator[tuple[str, str]]:
-    """Gain over torch's data parallelism; extent and gap of the search."""
-    gain = found.gain(step_s)
-    than = f"{baselines(found)} ({duration(found.baseline_s)})"
-    said = without_baseline(found) if gain is None else f"{compared(gain)} {than}"
-    yield "verdict", enough(plan) or said
-    if found.practice:
-        yield "practice", practised(found, step_s)
+    """Gain over usual layouts; extent and gap of the search."""
+    yield "verdict", verdict(plan, found, step_s)
+    if others := other_layouts(found):
+        yield "practice", practised(others, step_s)
     if not found.looked:
         return
     gap = found.gap(step_s)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from autopar.formatting import duration, human_bytes, printable
 from autopar.report.table import exposures, layout, levels, lower_level, predicted
-from autopar.report.verdict import verdict_lines
+from autopar.report.verdict import (
+    unpriced_layouts,
+    usual_layouts,
+    usual_names,
+    verdict_lines,
+)
 
 if TYPE_CHECKING:
     from autopar.core.plan.plan import Plan
@@ -51,12 +56,25 @@ def explain(plan: Plan) -> str:
         lines.append(f"Figures: {figures}. Cluster: {plan.cluster}.")
         if changes := [*_memory(plan, p), *_links(plan, p)]:
             lines += ["What would change the choice, of the plans that were looked at:", *changes]
-    if plan.runners_up:
-        lines.append("Also considered:")
-    for other in plan.runners_up:
-        size = human_bytes(other.peak_bytes)
-        lines.append(f"  {other.name}: {duration(other.step_s)}, {size}: {other.why}")
+    lines += _alternatives(plan)
     return printable("\n".join(lines))
+
+
+def _alternatives(plan: Plan) -> Iterator[str]:
+    """Other plans of the search and usual layouts, each with its figures and why it lost."""
+    others = {other.name: other for other in plan.runners_up}
+    if plan.prediction is not None:
+        others = {other.name: other for other in usual_layouts(plan)} | others
+    others.pop(plan.name, None)
+    labels, unpriced = usual_names(plan), unpriced_layouts(plan)
+    if others or unpriced:
+        yield "Also considered:"
+    for other in sorted(others.values(), key=lambda other: other.step_s):
+        label = f" ({labels[other.name]})" if other.name in labels else ""
+        size = human_bytes(other.peak_bytes)
+        yield f"  {other.name}{label}: {duration(other.step_s)}, {size}: {other.why}"
+    for name, why in unpriced.items():
+        yield f"  {name}: {why}"
 
 
 def parts_of_step(p: Prediction) -> dict[str, float]:

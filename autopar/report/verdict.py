@@ -1,17 +1,20 @@
-"""`verdict_lines`: the gain over torch's data parallelism, and the proven bound of a search."""
+"""`verdict_lines`: the gain over usual layouts, and the proven bound of a search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
+from autopar.core.plan.prediction import RunnerUp
+from autopar.core.plan.search_outcome import ALWAYS_NAMED
 from autopar.core.plan.strategy import MESH, UNUSED
 from autopar.formatting import duration
 
 if TYPE_CHECKING:
     from autopar.core.plan.plan import Plan
-    from autopar.core.plan.search_outcome import SearchOutcome
+    from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
 
 EQUAL = 0.005
 """Relative difference of two predicted steps that counts as none."""
@@ -25,19 +28,28 @@ def verdict_lines(plan: Plan) -> Iterator[str]:
     found, cost = plan.search, plan.prediction
     if found is None or cost is None:
         return
-    gain = found.gain(cost.step_s)
-    if few := enough(plan):
-        yield f"verdict: {few}"
-    elif gain is None:
-        yield f"verdict: {without_baseline(found)}"
-    else:
-        best = f"{found.baseline}: {duration(found.baseline_s)}"
-        than = f"{compared(gain)} {baselines(found)}"
-        yield f"verdict: {than} ({best}), by prediction"
-    if found.practice:
-        yield f"usual layouts: {practised(found, cost.step_s)}"
+    yield f"verdict: {verdict(plan, found, cost.step_s)}"
+    if others := other_layouts(found):
+        yield f"other usual layouts: {practised(others, cost.step_s)}"
     if found.looked:
         yield _extent(found.looked, found.left_out, found.complete) + _bound(plan)
+
+
+def verdict(plan: Plan, found: SearchOutcome, step_s: float) -> str:
+    """A plan of a step in seconds beside DDP, FSDP and Megatron's layout."""
+    if few := enough(plan):
+        return few
+    if named := [own for own in found.practice if own.name in ALWAYS_NAMED]:
+        return f"by prediction {practised(named, step_s)}"
+    if (gain := found.gain(step_s)) is None:
+        return without_baseline(found)
+    best = f"{found.baseline}: {duration(found.baseline_s)}"
+    return f"{compared(gain)} {baselines(found)} ({best}), by prediction"
+
+
+def other_layouts(found: SearchOutcome) -> list[PracticePlan]:
+    """Usual layouts beside those that a verdict compares with."""
+    return [own for own in found.practice if own.name not in ALWAYS_NAMED]
 
 
 def enough(plan: Plan) -> str:
@@ -64,14 +76,38 @@ def without_baseline(found: SearchOutcome) -> str:
     return "DDP and fully_shard were not predicted"
 
 
-def practised(found: SearchOutcome, step_s: float) -> str:
-    """Steps of usual layouts beside a step in seconds, or the reason why one has no plan."""
+def practised(layouts: Iterable[PracticePlan], step_s: float) -> str:
+    """A step in seconds beside those of usual layouts, or the reason why one has no plan."""
     return "; ".join(
-        f"{own.name} {duration(own.step_s)} ({compared(step_s / own.step_s - 1.0)} this plan)"
+        f"{compared(own.step_s / step_s - 1.0)} {own.name} ({duration(own.step_s)})"
         if own.plan
-        else f"{own.name}: {own.why}"
-        for own in found.practice
+        else f"no {own.name}: {own.why}"
+        for own in layouts
     )
+
+
+def usual_layouts(plan: Plan) -> Iterator[RunnerUp]:
+    """Usual layouts that have a price, as alternatives to a predicted plan, by their plans."""
+    assert plan.prediction is not None
+    for own in plan.search.practice if plan.search is not None else ():
+        if own.plan:
+            why = f"{compared(plan.prediction.step_s / own.step_s - 1.0)} the plan"
+            yield RunnerUp(own.plan, own.step_s, own.needed_bytes, why, own.needed_bytes)
+
+
+def unpriced_layouts(plan: Plan) -> dict[str, str]:
+    """The reason why a usual layout has no price, by its name."""
+    practice = plan.search.practice if plan.search is not None else ()
+    return {own.name: own.why for own in practice if not own.plan}
+
+
+def usual_names(plan: Plan) -> dict[str, str]:
+    """Usual names of plans that have some."""
+    names = defaultdict[str, list[str]](list)
+    for own in plan.search.practice if plan.search is not None else ():
+        if own.plan:
+            names[own.plan].append(own.name)
+    return {name: ", ".join(labels) for name, labels in names.items()}
 
 
 def compared(gain: float) -> str:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from autopar.core.common.deadline import Deadline
 from autopar.core.plan.plan import Plan
-from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.search_outcome import (
+    DDP,
+    FSDP,
+    MEGATRONS,
+    RECOMPUTED,
+    PracticePlan,
+    SearchOutcome,
+)
 from autopar.core.plan.strategy import Strategy
-from autopar.planner.baseline import DDP, FSDP, RECOMPUTED, Baseline
+from autopar.planner.baseline import Baseline
 from autopar.planner.evaluate.candidate import CandidateConfig
 from autopar.planner.machine import Machine
 from autopar.planner.problem import Graphs, PlanningProblem, SearchContext
 from autopar.planner.search.fixed_mesh import plan_fixed_mesh
 from autopar.planner.search.mesh_search import EstimateMesh, fastest_mesh
+from autopar.planner.search.practice import PracticeLayout
 from autopar.planner.search.search_progress import ReportProgress
 from autopar.planner.search.state_bytes import ddp_state_bytes
 
 MESH_SHARE = 0.2
 """Fraction of the time limit for improving on the first plan of one of several meshes."""
+
+NOT_PREDICTED = "not predicted"
 
 T = TypeVar("T")
 
@@ -83,6 +93,7 @@ class Driver(ABC):
             self.search_context(context),
             self.progress,
             self.refine,
+            self.layouts(problem),
         )
         return self.with_outcome(found, problem)
 
@@ -100,7 +111,7 @@ class Driver(ABC):
             return plan
         known, outcome = self.baseline, plan.search or SearchOutcome()
         uneven = problem.rows % problem.world_size
-        why = f"{problem.rows:,} rows do not divide over all ranks" if uneven else "not predicted"
+        why = f"{problem.rows:,} rows do not divide over all ranks" if uneven else NOT_PREDICTED
         held_bytes = ddp_state_bytes(problem.parameters.values(), problem.state_ratio)
         best, ddp, fsdp, usual = self.decide(
             lambda: (
@@ -110,7 +121,12 @@ class Driver(ABC):
                 tuple(known.usual(held_bytes, why)) if known.fastest or outcome.looked else (),
             )
         )
-        found = replace(outcome, ddp=ddp, fsdp=fsdp, practice=(*usual, *outcome.practice))
+        practice = {each.name: each for each in (*usual, *outcome.practice)}
+        if practice and MEGATRONS not in practice:
+            practice[MEGATRONS] = self.megatrons(problem)
+        order = sorted(practice.values(), key=lambda each: each.name != MEGATRONS)
+        named = (*usual, *(each for each in order if each not in usual))
+        found = replace(outcome, ddp=ddp, fsdp=fsdp, practice=named)
         if best is not None and best.prediction is not None:
             found = replace(found, baseline=best.name, baseline_s=best.prediction.step_s)
         note = cost.work.note(plan.world_size) if cost.work is not None else None
@@ -130,6 +146,14 @@ class Driver(ABC):
         prepared = self._prepared[key]
         context = replace(context, deadline=self.deadline.part(self.share))
         return self.decide(lambda: plan_fixed_mesh(problem, *prepared, context, first))
+
+    def layouts(self, problem: PlanningProblem) -> Sequence[PracticeLayout]:
+        """Usual layouts that a search tries first; none where each has to be measured."""
+        return ()
+
+    def megatrons(self, problem: PlanningProblem) -> PracticePlan:
+        """The price of Megatron's layout where a strategy excludes it."""
+        return PracticePlan(MEGATRONS, why=NOT_PREDICTED)
 
     @abstractmethod
     def estimator(self, problem: PlanningProblem) -> tuple[PlanningProblem, EstimateMesh]:

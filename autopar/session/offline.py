@@ -19,12 +19,16 @@ from autopar.core.common.garbage import rare_collections
 from autopar.core.ir.graph import TrainingGraph
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.recompute import LEVELS, Level
-from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
+from autopar.core.plan.search_outcome import DDP, FSDP, RECOMPUTED, PracticePlan
 from autopar.core.plan.strategy import Strategy
-from autopar.cost_model.cost import ClusterError
-from autopar.errors import BatchError, CaptureError, OutOfMemoryError, PlanError, StrategyError
-from autopar.formatting import first_line, human_bytes
-from autopar.planner.baseline import DDP, FSDP, RECOMPUTED
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    PlanError,
+    StrategyError,
+)
+from autopar.formatting import human_bytes
 from autopar.planner.evaluate.candidate import CandidateConfig, default_config
 from autopar.planner.extended.extended_search import can_extend, plan_extended
 from autopar.planner.extended.reduced_models import ReducedModels
@@ -37,7 +41,14 @@ from autopar.planner.search.measure_problem import measure_problem, needs_machin
 from autopar.planner.search.mesh_search import EstimateMesh
 from autopar.planner.search.oom_advice import on_more_ranks, plan_or_advise
 from autopar.planner.search.pipeline_search import capture_micro_batches
-from autopar.planner.search.practice import MEGATRONS, practice
+from autopar.planner.search.practice import (
+    NO_TIME,
+    PracticeLayout,
+    megatrons,
+    practice,
+    priced,
+    why_not,
+)
 from autopar.planner.search.search_progress import ReportProgress, TooCostlyError
 from autopar.session.driver import Driver
 
@@ -138,7 +149,18 @@ class OfflineDriver(Driver):
         first: CandidateConfig | None = None,
     ) -> Plan:
         """The plan of a mesh; by arithmetic from few blocks where time is limited."""
-        if self._extends(problem):
+        if self.deadline.limit_s is not None:
+            return self._few_or_whole(problem, context, first)
+        return super().plan_mesh(problem, context, first)
+
+    def _few_or_whole(
+        self,
+        problem: PlanningProblem,
+        context: SearchContext,
+        first: CandidateConfig | None = None,
+    ) -> Plan:
+        """The plan of a mesh, by arithmetic where few blocks tell of it."""
+        if can_extend(problem, self._models) and self._is_absent(problem):
             # Stages that few blocks do not tell of, and micro-batches that differ by a row, are
             # lowered whole. So is a model that does not run with fewer blocks.
             with contextlib.suppress(UnevenStagesError, BatchError, CaptureError):
@@ -192,31 +214,28 @@ class OfflineDriver(Driver):
                 self._predict_baseline(problem, 3, LEVELS[:1])
             if not any(self.baseline.fits(known.get(name)) for name in (FSDP, RECOMPUTED)):
                 self._predict_baseline(problem, 3, LEVELS[1:])
-            plan = self._with_megatrons(plan, problem)
         return super().with_outcome(plan, problem)
 
-    def _with_megatrons(self, plan: Plan, problem: PlanningProblem) -> Plan:
-        """The plan with the step of Megatron's layout, which a search that ended early left out."""
-        outcome, cluster = plan.search, problem.cluster
-        if outcome is None or cluster is None or not self._is_absent(problem):
-            return plan
-        layouts = practice(problem, cluster.ranks_per_node, problem.cap_on(cluster))
-        usual = next((each for each in layouts if each.name == MEGATRONS), None)
-        if usual is None or MEGATRONS in {each.name for each in outcome.practice}:
-            return plan
-        why = "no time was left"
-        try:
-            if self.deadline():
-                own = self.plan_mesh(replace(problem, strategy=usual.strategy), SearchContext())
-                own_s = own.prediction.step_s if own.prediction is not None else 0.0
-                return _with_practice(plan, PracticePlan(MEGATRONS, own.name, own_s))
-        except OutOfMemoryError as failure:
-            why = f"lacks {human_bytes(failure.shortfall)}"
-        except (StrategyError, BatchError, ClusterError) as refusal:
-            why = first_line(refusal)
-        except (TimeIsOver, TooCostlyError):
-            pass
-        return _with_practice(plan, PracticePlan(MEGATRONS, why=why))
+    def layouts(self, problem: PlanningProblem) -> Sequence[PracticeLayout]:
+        cluster = problem.cluster
+        if cluster is None or not self._is_absent(problem):
+            return ()
+        return [*practice(problem, cluster.ranks_per_node, problem.cap_on(cluster))]
+
+    def megatrons(self, problem: PlanningProblem) -> PracticePlan:
+        """Megatron's layout, from few blocks where that is possible."""
+        unpriced, cluster = super().megatrons(problem), problem.cluster
+        if problem.world_size == 1 or cluster is None or not self._is_absent(problem):
+            return unpriced
+        for layout in megatrons(problem, cluster.ranks_per_node, problem.cap_on(cluster)):
+            if not self.deadline():
+                return replace(unpriced, why=NO_TIME)
+            own = replace(problem, strategy=layout.strategy)
+            try:
+                return priced(layout, self._few_or_whole(own, SearchContext()))
+            except (AutoparError, TimeIsOver) as error:
+                unpriced = replace(unpriced, why=why_not(error))
+        return unpriced
 
     def _predict_baseline(
         self, problem: PlanningProblem, stage: int, levels: Sequence[Level]
@@ -244,10 +263,6 @@ class OfflineDriver(Driver):
                 candidate = evaluator.evaluate(default_config(own, problem.blocks, stage))
                 if candidate.fits(self.baseline.cap):
                     return
-
-    def _extends(self, problem: PlanningProblem) -> bool:
-        limited = self.deadline.limit_s is not None
-        return limited and can_extend(problem, self._models) and self._is_absent(problem)
 
     def _is_absent(self, problem: PlanningProblem) -> bool:
         priced = needs_machine(problem, live=False) and problem.cluster is not None
@@ -299,11 +314,6 @@ class OfflineDriver(Driver):
 
     def _capture_slice(self, slices: int, cache: CaptureCache) -> TrainingGraph:
         return self._capture_rank(slices, cache=cache, in_time=slices > 1)
-
-
-def _with_practice(plan: Plan, layout: PracticePlan) -> Plan:
-    outcome = plan.search or SearchOutcome()
-    return replace(plan, search=replace(outcome, practice=(*outcome.practice, layout)))
 
 
 def _too_large(whole: Plan, problem: PlanningProblem) -> Plan | None:

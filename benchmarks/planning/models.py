@@ -36,7 +36,7 @@ def llama(size: str, rows: int, tokens: int = 4096) -> Made:
         "num_attention_heads", "num_key_value_heads",
     )  # fmt: skip
     config = LlamaConfig(use_cache=False, **dict(zip(names, sizes[size], strict=True)))
-    return _language(lambda: LlamaForCausalLM(config), rows, tokens)
+    return language(lambda: LlamaForCausalLM(config), rows, tokens)
 
 
 def mixtral(rows: int) -> Made:
@@ -44,7 +44,7 @@ def mixtral(rows: int) -> Made:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(use_cache=False)
-    return _language(lambda: MixtralForCausalLM(config), rows, 4096)
+    return language(lambda: MixtralForCausalLM(config), rows, 4096)
 
 
 def t5_xxl(rows: int) -> Made:
@@ -63,20 +63,24 @@ def t5_xxl(rows: int) -> Made:
         tie_word_embeddings=False,
         decoder_start_token_id=0,
     )
-    return _language(lambda: T5ForConditionalGeneration(config), rows, 512)
+    return language(lambda: T5ForConditionalGeneration(config), rows, 512)
 
 
 def vit_large(rows: int) -> Made:
+    return vit(1024, 24, 16, rows)
+
+
+def vit(width: int, depth: int, heads: int, rows: int) -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
         num_labels=1000,
     )
-    return _images(lambda: ViTForImageClassification(config), rows)
+    return images(lambda: ViTForImageClassification(config), rows)
 
 
 def resnet(depth: int, rows: int) -> Made:
@@ -85,7 +89,7 @@ def resnet(depth: int, rows: int) -> Made:
 
     basic: dict[str, Any] = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512]}
     config = ResNetConfig(num_labels=1000, **(basic if depth == 34 else {}))
-    return _images(lambda: ResNetForImageClassification(config), rows)
+    return images(lambda: ResNetForImageClassification(config), rows)
 
 
 def asked() -> Made:
@@ -101,14 +105,14 @@ def asked() -> Made:
     return make[name](int(rows))
 
 
-def _language(make: Callable[[], nn.Module], rows: int, tokens: int) -> Made:
+def language(make: Callable[[], nn.Module], rows: int, tokens: int) -> Made:
     with torch.device("meta"):
         model = make().to(torch.bfloat16)
         ids = torch.zeros(rows, tokens, dtype=torch.long)
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _images(make: Callable[[], nn.Module], rows: int) -> Made:
+def images(make: Callable[[], nn.Module], rows: int) -> Made:
     with torch.device("meta"):
         model = make().to(torch.bfloat16)
         pixels = torch.zeros(rows, 3, 224, 224, dtype=torch.bfloat16)

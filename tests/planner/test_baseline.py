@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Prediction
+from autopar.core.plan.search_outcome import DDP, FSDP, RECOMPUTED
 from autopar.core.plan.strategy import Strategy
-from autopar.planner.baseline import DDP, FSDP, RECOMPUTED, Baseline
+from autopar.planner.baseline import Baseline
 from autopar.planner.problem import SearchContext
 from tests.harness.models import MODELS
 from tests.planner.problems import problem_of

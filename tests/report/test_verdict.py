@@ -1,14 +1,17 @@
 """What the table, the short answer and the page say of a search."""
 
+import html
+import re
 from dataclasses import replace
 
 import pytest
 
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Prediction, RunnerUp
-from autopar.core.plan.search_outcome import SearchOutcome
+from autopar.core.plan.search_outcome import PracticePlan, SearchOutcome
 from autopar.core.plan.strategy import UNUSED, Strategy
 from autopar.report.brief import brief, figures
+from autopar.report.html.alternatives import runners
 from autopar.report.html.summary import summary
 from autopar.report.verdict import verdict_lines
 from tests.harness.models import MODELS
@@ -50,6 +53,37 @@ def test_the_verdict_names_what_was_predicted() -> None:
     assert verdict.startswith("verdict: 20.0% faster than fully_shard (zero3")
     verdict, *_ = verdict_lines(searched(SearchOutcome(1, ddp=own)))
     assert verdict == "verdict: neither DDP nor fully_shard was found to fit"
+
+
+def test_the_verdict_compares_with_each_usual_layout_by_name() -> None:
+    practice = (
+        PracticePlan("DDP", why="needs 1 B more than the cap"),
+        PracticePlan("FSDP", "zero3", 0.12, needed_bytes=3),
+        PracticePlan("FSDP with recomputation", why="not needed, since FSDP fits without"),
+        PracticePlan("Megatron's", "tp8, zero1", 0.1, needed_bytes=2),
+        PracticePlan("HSDP", why="lacks 2 B"),
+    )
+    plan = searched(SearchOutcome(3, 2, 0.09, "zero3", 0.12, practice=practice))
+    verdict, others, _ = verdict_lines(plan)
+    assert verdict == (
+        "verdict: by prediction no DDP: needs 1 B more than the cap; 20.0% faster than FSDP "
+        "(120 ms); no FSDP with recomputation: not needed, since FSDP fits without; as fast as "
+        "Megatron's (100 ms)"
+    )
+    assert others == "other usual layouts: no HSDP: lacks 2 B"
+    for text in (" ".join(brief(plan).split()), html.unescape(summary(plan))):
+        assert verdict.removeprefix("verdict: ") in text
+    also = plan.explain().split("Also considered:\n")[1].splitlines()
+    assert also == [
+        "  tp8, zero1 (Megatron's): 100 ms, 2 B: as fast as the plan",
+        "  zero3 (FSDP): 120 ms, 3 B: 16.7% slower than the plan",
+        "  DDP: needs 1 B more than the cap",
+        "  FSDP with recomputation: not needed, since FSDP fits without",
+        "  HSDP: lacks 2 B",
+    ]
+    table = html.unescape(re.sub("<[^>]*>", " ", runners(plan)))
+    for name in ("tp8, zero1 Megatron's", "zero3 FSDP", "HSDP lacks 2 B", "DDP needs 1 B more"):
+        assert name in " ".join(table.split())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from autopar.core.common.documents import Count, Seconds
 from autopar.core.plan.prediction import RunnerUp
 
+DDP, FSDP, RECOMPUTED = "DDP", "FSDP", "FSDP with recomputation"
+"""Usual names: all-reduced gradients, and ZeRO 3 without and with recomputed activations."""
+
+MEGATRONS = "Megatron's"
+"""Name of tensor parallelism in a node, then as many pipeline stages as memory demands."""
+
+ALWAYS_NAMED = (DDP, FSDP, RECOMPUTED, MEGATRONS)
+"""Layouts that a verdict compares with."""
+
 
 @dataclass(frozen=True)
 class PracticePlan:
@@ -17,12 +26,14 @@ class PracticePlan:
         plan: name of its fastest plan; "" if there is none.
         step_s: seconds of its predicted step; 0 if there is none.
         why: reason why there is none; "" if there is one.
+        needed_bytes: bytes to compare with a memory cap; 0 if unknown.
     """
 
     name: str
     plan: str = ""
     step_s: Seconds = 0.0
     why: str = ""
+    needed_bytes: Count = 0
 
 
 @dataclass(frozen=True)

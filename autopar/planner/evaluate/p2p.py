@@ -59,7 +59,10 @@ class P2PCost:
 
     def _shapes(self, sender: int, receiver: int) -> tuple[GroupShape, ...]:
         world, node = self.cluster.world_size, self.cluster.ranks_per_node
-        return _pairs(world, node, self._ranks, *sorted((sender, receiver)))
+        low, high = sorted((sender, receiver))
+        # A reduced pipeline has three stages, though the whole one may have two.
+        beyond = max(0, high + 1 - self._ranks)
+        return _pairs(world, node, self._ranks, max(0, low - beyond), high - beyond)
 
 
 @cache

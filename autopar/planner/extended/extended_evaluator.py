@@ -23,6 +23,7 @@ from autopar.cost_model.memory.liveness import CATEGORIES
 from autopar.planner.evaluate.candidate import Candidate, CandidateConfig
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.evaluate.setup import EvaluationSetup
+from autopar.planner.extended.derivation import of_blocks
 
 Figures = Mapping[tuple[str, str], float]
 """Figures that add up over blocks, by the field of a prediction and the key within."""
@@ -30,9 +31,14 @@ Figures = Mapping[tuple[str, str], float]
 Class = tuple[int, Level, bool]
 """ZeRO stage, recomputation and offload of a block."""
 
-SCALARS = (
-    "step_s", "update_s", "compute_s", "communication_s", "exposed_s", "node_bytes", "host_bytes",
-)  # fmt: skip
+SUMMANDS = ("compute_s", "exposed_s", "update_s", "idle_s")
+"""Parts of a step that grow by themselves.
+
+A bucket that a third block fills may end a wait. Extended over all blocks by its own difference, a
+step was shorter than its computation.
+"""
+
+SCALARS = (*SUMMANDS, "communication_s", "node_bytes", "host_bytes")
 GAPS = "gaps"
 """Bytes that the allocator reserves beside those of tensors, which hardly grow with the blocks."""
 
@@ -46,7 +52,6 @@ MEMORY = ("around the forward's end", "towards the backward's end", "update")
 """Parts of a step, each with its own peak (see `growth`)."""
 
 TABLES = ("waits", "causes", "provenance")
-NOTE = "predicted by arithmetic from two and three blocks of each kind; nothing else was lowered"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ class ExtendedEvaluator(Evaluator):
         for name in (*MEMORY, "provenance", "sent"):
             tables[name] = {key: round(value) for key, value in tables[name].items()}
         scalars = {name: tables[name][""] for name in SCALARS}
+        scalars["step_s"] = sum(scalars[name] for name in SUMMANDS)
+        del scalars["idle_s"]
         scalars |= {n: round(value) for n, value in scalars.items() if n.endswith("_bytes")}
         # Unlike blocks are mixed within each part of the step. The mean of their peaks, which lie
         # in different parts, was 4 GiB too much for Mixtral.
@@ -114,19 +121,35 @@ class ExtendedEvaluator(Evaluator):
         prediction = Prediction(**found, context_bytes=context_bytes, work=work)
         sent = tuple(sorted((axis, size) for axis, size in tables["sent"].items() if size))
         plan = self.plan(config)
-        plan = replace(plan, sent_bytes=sent, notes=(*plan.notes, NOTE))
+        plan = replace(plan, sent_bytes=sent, notes=(*plan.notes, self._note()))
         return self.setup.candidate(config, plan, prediction)
+
+    def _note(self) -> str:
+        samples = [
+            [sum(own in kind for own in item.blocks.values()) for kind in self.kinds]
+            for item in self.reduced
+        ]
+        return of_blocks(self.kinds, samples)
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
         """Step times on other clusters, all blocks being as the first of their kind."""
         found = [0.0] * len(clusters)
         for weight, classes in self._mixtures(config):
             few, *more = (self._seconds(item, classes, config, clusters) for item in self.reduced)
+            few_s, *more_s = (self._busy_s(item, classes, config) for item in self.reduced)
             for index, base in enumerate(few):
-                pairs = zip(self.reduced[1:], more, strict=True)
-                grown = sum((own[index] - base) * item.times for item, own in pairs)
+                pairs = zip(self.reduced[1:], more, more_s, strict=True)
+                grown = sum(max(own[index] - base, s - few_s) * it.times for it, own, s in pairs)
                 found[index] += weight * (base + grown)
         return found
+
+    def _busy_s(
+        self, reduced: ReducedEvaluator, classes: Sequence[Class], config: CandidateConfig
+    ) -> float:
+        """Seconds of a step without waits, by which more blocks lengthen it on every cluster."""
+        own = self._reduced_config(reduced, classes, config)
+        cost = reduced.evaluator.evaluate(own).prediction
+        return cost.compute_s + cost.update_s
 
     def _seconds(
         self,

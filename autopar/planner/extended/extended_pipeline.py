@@ -28,6 +28,7 @@ from autopar.planner.evaluate.pipeline_evaluator import (
 from autopar.planner.evaluate.pipeline_prediction import SimulatedPipeline
 from autopar.planner.evaluate.setup import EvaluationSetup
 from autopar.planner.evaluate.stage_figures import StageFigures
+from autopar.planner.extended.derivation import of_stages
 from autopar.planner.extended.extended_evaluator import Class, most_bucket_bytes, reduced_config
 from autopar.planner.extended.stage_blocks import FEWEST, ROLES, StageBlocks
 from autopar.planner.extended.stage_growth import (
@@ -37,8 +38,6 @@ from autopar.planner.extended.stage_growth import (
     mixed_cost,
     mixed_table,
 )
-
-NOTE = "predicted by arithmetic from the first stage, a middle one and the last, of few blocks"
 
 MIDDLE = 1
 """Index of the stage in the middle of a reduced pipeline."""
@@ -120,7 +119,7 @@ class ExtendedPipelineEvaluator(StagedEvaluator):
         stages = [self._stage(stage, config) for stage in range(self.pipeline.stages)]
         sent = [self._sent(stage, config) for stage in range(self.pipeline.stages)]
         own = self._reduced(self.few, next(self._mixture(0, config))[1], config)
-        notes = (*plan.notes, *self.few.stages(own).notes, NOTE)
+        notes = (*plan.notes, *self.few.stages(own).notes, self._note())
         plan = replace(
             plan,
             sent_bytes=most_sent(self.pipeline, sent),
@@ -141,6 +140,10 @@ class ExtendedPipelineEvaluator(StagedEvaluator):
         counts = {kind: round(count) for kind, count in found.provenance.items()}
         prediction = replace(found, work=self.work, events=(), provenance=counts)
         return self.setup.candidate(config, plan, prediction)
+
+    def _note(self) -> str:
+        count = sum(map(len, self.blocks))
+        return of_stages(self.pipeline.stages, count, (FEWEST, FEWEST + 1))
 
     def seconds(self, config: CandidateConfig, clusters: Sequence[Cluster]) -> list[float]:
         mesh, updates, found = self.setup.base.mesh, self._updates(config), []

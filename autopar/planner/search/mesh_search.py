@@ -22,10 +22,10 @@ from autopar.errors import (
     StrategyError,
 )
 from autopar.formatting import human_bytes
-from autopar.planner.evaluate.candidate import default_config
 from autopar.planner.problem import PlanningProblem, SearchContext
 from autopar.planner.search.mesh_estimate import MeshEstimate
 from autopar.planner.search.meshes import (
+    MOST_MICRO_BATCHES,
     SMALL_WORLD,
     likely_to_fit,
     mesh_name,
@@ -35,14 +35,14 @@ from autopar.planner.search.meshes import (
     unusual_axes,
 )
 from autopar.planner.search.pipeline_search import step_s
-from autopar.planner.search.practice import PracticeLayout, practice
+from autopar.planner.search.practice import NO_TIME, PracticeLayout, priced, why_not
 from autopar.planner.search.search_progress import (
     ReportProgress,
     SearchProgress,
     TooCostlyError,
 )
-from autopar.planner.search.search_record import NEGLIGIBLE, SearchRecord, saveable
-from autopar.planner.search.state_bytes import least_gathered_bytes, least_state_bytes
+from autopar.planner.search.search_record import NEGLIGIBLE, SearchRecord
+from autopar.planner.search.state_bytes import least_divided_bytes
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,6 @@ PATIENCE = 3
 DATA_PARALLEL_TRIES = 4
 """Number of micro-batch sizes of data parallelism that are planned before other meshes."""
 
-MOST_MICRO_BATCHES = 256
-"""Most micro-batches of data parallelism that are tried first."""
-
 UNDIVIDED = "tp divides rows alone, so it is data parallelism by another name"
 
 
@@ -81,10 +78,11 @@ def fastest_mesh(
     context: SearchContext | None = None,
     progress: ReportProgress = lambda progress: None,
     refine: RefinePlan = lambda plan: None,
+    layouts: Sequence[PracticeLayout] = (),
 ) -> Plan:
     """The fastest plan that fits, over all meshes that a strategy leaves open.
 
-    In small worlds the search tries data parallelism first. It ends there if nearly all of the step
+    Data parallelism and usual `layouts` come first. The search ends there if nearly all of the step
     is compute, since every mesh divides the same work. Otherwise it tries meshes in order of their
     estimates. It skips a mesh if its states alone exceed the cap, or its lower bound exceeds the
     best step time. It also skips a mesh with an estimate slower by a margin. All live ranks
@@ -97,16 +95,15 @@ def fastest_mesh(
     if not problem.strategy.search:
         return plan_mesh(problem, context)
     search = _MeshSearch(problem=problem, plan_mesh=plan_mesh, context=context, progress=progress)
-    layouts = [*practice(problem, ranks_per_node, problem.cap_on(problem.cluster))]
     first, *others = open_meshes(problem, ranks_per_node)
     small = problem.world_size <= SMALL_WORLD
     if context.timed:
         return search.timed((first, *others), layouts, estimate, refine)
     if small:
         search.try_mesh(first, 0, len(others) + 1)
-        if search.computes_only() and (best := search.best) is not None:
-            least_s = (1.0 - saveable(best)) * step_s(best)
-            return search.finish(search.saveable_note(others), bound_s=least_s)
+    search.try_practice(layouts)
+    if small and search.computes_only():
+        return search.finish_computing(others)
     search.try_all(search.estimated((first, *others), estimate, tried_first=small))
     search.refine_best(refine)
     return search.finish(*search.skipped_note())
@@ -120,6 +117,7 @@ class _MeshSearch(SearchRecord):
         over: whether time ended within a mesh.
         without_gain: number of meshes in a row that improved nothing, by group.
         reported: names of meshes of which a candidate was reported.
+        pinned: plans of usual layouts, or the reasons why there are none, by strategy.
     """
 
     plan_mesh: PlanMesh
@@ -128,24 +126,26 @@ class _MeshSearch(SearchRecord):
     over: bool = False
     without_gain: Counter[str] = field(default_factory=Counter)
     reported: set[str] = field(default_factory=set)
+    pinned: dict[str, Plan | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cap = self.problem.cap_on(self.problem.cluster)
-        self.least_bytes = cache(self._least_bytes)
+        self.least_bytes = cache(partial(least_divided_bytes, self.problem))
         self.autotunes = self.context.on_candidate is not None
         self.margin = AUTOTUNE_MARGIN if self.autotunes else 1.0
 
-    def try_mesh(self, strategy: Strategy, done: int, total: int, *, pinned: bool = False) -> None:
-        """Plans a mesh; the planner chooses the number of micro-batches if the mesh has one.
+    def try_mesh(self, strategy: Strategy, done: int, total: int, *, pinned: bool = False) -> str:
+        """Plans a mesh; the reason why there is no plan, "" if there is one.
 
-        A `pinned` strategy fixes more than the mesh, so it tells nothing of the mesh's other plans.
+        The planner chooses the number of micro-batches if the mesh has one. A `pinned` strategy
+        fixes more than the mesh, so it tells nothing of the mesh's other plans.
         """
         best_s = step_s(self.best) if self.best is not None else 0.0
         progress = SearchProgress(mesh_name(strategy), done, total, best_s)
         log.info("%s, %d of %d", progress, done + 1, total)
         self.progress(progress)
         if not self.states_fit(strategy):
-            return
+            return why_not(self.failures[-1])
         if strategy.pp_size == 1 and strategy.micro_batches == 1:
             strategy = replace(strategy, micro_batches=self.problem.strategy.micro_batches)
         problem, context, before = replace(self.problem, strategy=strategy), self.context, self.best
@@ -156,6 +156,7 @@ class _MeshSearch(SearchRecord):
         self.looked += 1
         if not pinned:
             self.tried.add(mesh_name(strategy))
+        why = ""
         try:
             self.plans.append(plan := self.plan_mesh(problem, context))
             if not pinned and plan.search is not None:
@@ -165,20 +166,25 @@ class _MeshSearch(SearchRecord):
             if not pinned:
                 self.raise_bound(strategy, math.inf)
             arm()
+            why = why_not(failure)
         except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
             if isinstance(refusal, CaptureError) and model_ranks(strategy) == 1:
                 raise  # the caller may fall back to torch's data parallelism
-            self.refusals[mesh_name(strategy)] = refusal
-        except TooCostlyError:
+            if not pinned:
+                self.refusals[mesh_name(strategy)] = refusal
+            why = why_not(refusal)
+        except TooCostlyError as costs:
             self.costly.append(strategy)
-        except TimeIsOver:
+            why = why_not(costs)
+        except TimeIsOver as end:
             if not (self.plans or self.failures):
                 raise
-            self.over = True
+            self.over, why = True, why_not(end)
         if pinned:
-            return
+            return why
         group = self.group(strategy)
         self.without_gain[group] = 0 if self.best is not before else self.without_gain[group] + 1
+        return why
 
     def report_first(self, progress: SearchProgress, plan: Plan) -> None:
         """Reports the first candidate of a mesh that fits, before the mesh is done."""
@@ -214,12 +220,11 @@ class _MeshSearch(SearchRecord):
                 self.try_data_parallel(strategy)
                 if before is not None and self.best is before:
                     break  # narrower models do not help
-        if self.computes_only() and (best := self.best) is not None:
-            self.refine_best(refine)
-            least_s = (1.0 - saveable(best)) * step_s(best)
-            return self.finish(self.saveable_note(others), bound_s=least_s)
         if self.problem.world_size <= SMALL_WORLD:
             self.try_practice(layouts)
+        if self.computes_only():
+            self.refine_best(refine)
+            return self.finish_computing(others)
         others.sort(key=unusual_axes)
         self.floor_s = self.floor_s or self.floor()
         small = self.problem.world_size <= SMALL_WORLD
@@ -233,23 +238,21 @@ class _MeshSearch(SearchRecord):
     def try_practice(self, layouts: Sequence[PracticeLayout]) -> None:
         """Plans each usual layout, and again with smaller micro-batches if it does not fit."""
         for layout in layouts:
-            known = self.practice.get(layout.name)
-            if known is None or not known.plan:
+            usual = self.practice.get(layout.name)
+            if usual is None or not usual.plan:
                 self.practice[layout.name] = self.practised(layout)
 
     def practised(self, layout: PracticeLayout) -> PracticePlan:
         """The plan of a usual layout, or the reason why there is none."""
-        if self.over or not self.context.deadline():
-            return PracticePlan(layout.name, why="no time was left")
-        before, name = list(self.plans), mesh_name(layout.strategy)
-        lacking = len(self.failures)
-        self.try_mesh(layout.strategy, self.looked, self.looked + 1, pinned=True)
-        for plan in self.plans[len(before) :]:
-            return PracticePlan(layout.name, plan.name, step_s(plan))
-        for failure in self.failures[lacking:]:
-            return PracticePlan(layout.name, why=f"lacks {human_bytes(failure.shortfall)}")
-        refusal = self.refusals.pop(name, None)
-        return PracticePlan(layout.name, why=str(refusal or "no time was left"))
+        if (key := str(layout.strategy)) not in self.pinned:
+            if self.over or not self.context.deadline():
+                return PracticePlan(layout.name, why=NO_TIME)
+            why = self.try_mesh(layout.strategy, self.looked, self.looked + 1, pinned=True)
+            self.pinned[key] = why or self.plans[-1]
+        plan = self.pinned[key]
+        return (
+            PracticePlan(layout.name, why=plan) if isinstance(plan, str) else priced(layout, plan)
+        )
 
     def close_gap(self) -> None:
         """Plans the meshes of the least bounds, while that may raise the bound of all."""
@@ -439,12 +442,3 @@ class _MeshSearch(SearchRecord):
             )
             self.failures.append(OutOfMemoryError(text, short, cap=self.cap))
         return short <= 0
-
-    def _least_bytes(self, ranks: int) -> tuple[float, float]:
-        """Bytes of states, and of the largest gathered parameter, under ZeRO over some ranks."""
-        problem = self.problem
-        infos, ratio = problem.parameters.values(), problem.state_ratio
-        stages = dict(default_config(problem.strategy, problem.blocks, 3).zero_stages)
-        gathered = least_gathered_bytes(infos, ranks, ratio) if any(stages.values()) else 0.0
-        stored = problem.strategy.stores_parameters
-        return least_state_bytes(infos, stages, ranks, ratio, stored=stored), gathered

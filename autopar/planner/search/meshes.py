@@ -21,6 +21,9 @@ LEAST_TOKENS = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Most micro-batches tried, for each stage."""
 
+MOST_MICRO_BATCHES = 256
+"""Most micro-batches that are tried without stages, before anything is estimated."""
+
 NAMED_MESHES = 8
 """Meshes that a note names; it counts the rest."""
 

@@ -112,6 +112,12 @@ class SearchRecord:
         if mesh_name(strategy) not in self.tried:
             self.unknown.append(strategy)
 
+    def finish_computing(self, others: Sequence[Strategy]) -> Plan:
+        """The best plan, which computes only, so that `others` are not worth a look."""
+        assert self.best is not None
+        least_s = (1.0 - saveable(self.best)) * step_s(self.best)
+        return self.finish(self.saveable_note(others), bound_s=least_s)
+
     def outcome(self, bound_s: float | None) -> SearchOutcome:
         """Extent of the search; the bound is that of all estimated meshes unless given."""
         assert self.best is not None

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from autopar.core.ir.graph import ParameterInfo
 from autopar.core.ir.placement import chunk_of, shard_dim
+from autopar.planner.evaluate.candidate import default_config
+from autopar.planner.problem import PlanningProblem
 
 
 def least_state_bytes(
@@ -32,6 +34,15 @@ def least_state_bytes(
             copies += share if stage > accumulates else 1.0
         least += info.bytes * copies
     return least
+
+
+def least_divided_bytes(problem: PlanningProblem, ranks: int) -> tuple[float, float]:
+    """Bytes of states, and of the largest gathered parameter, under ZeRO over some ranks."""
+    infos, ratio = problem.parameters.values(), problem.state_ratio
+    stages = dict(default_config(problem.strategy, problem.blocks, 3).zero_stages)
+    gathered = least_gathered_bytes(infos, ranks, ratio) if any(stages.values()) else 0.0
+    stored = problem.strategy.stores_parameters
+    return least_state_bytes(infos, stages, ranks, ratio, stored=stored), gathered
 
 
 def ddp_state_bytes(parameters: Iterable[ParameterInfo], state_ratio: float) -> float:

@@ -1,11 +1,12 @@
-"""Section on the alternatives: other plans of the search, and torch's DDP and FSDP."""
+"""Section on the alternatives: other plans of the search, and usual layouts by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import RunnerUp
+from autopar.core.plan.search_outcome import DDP, FSDP
 from autopar.formatting import duration, human_bytes
 from autopar.report.html.figures import (
     byte_ticks,
@@ -16,7 +17,7 @@ from autopar.report.html.figures import (
     tick_text,
 )
 from autopar.report.html.markup import Markup, join, section, table, tag
-from autopar.report.verdict import verdict_lines
+from autopar.report.verdict import unpriced_layouts, usual_layouts, usual_names, verdict_lines
 
 _WIDE, _TALL, _LEFT, _LOW = 340, 250, 62, 30
 _NEAR = 1.5  # maximum ratio of a drawn cap to the largest plan
@@ -25,10 +26,12 @@ _NEAR = 1.5  # maximum ratio of a drawn cap to the largest plan
 def runners(plan: Plan) -> Markup:
     """Renders the section; empty without other plans."""
     others = alternatives(plan) if plan.prediction is not None else []
-    if len(others) < 2:
+    unpriced = [*_unpriced(plan)]
+    if len(others) + len(unpriced) < 2:
         return Markup("")
     labels = _labels(plan)
     rows = [_row(number, other, others[0], labels) for number, other in enumerate(others)]
+    rows += unpriced
     caption = tag("figcaption", "Memory over the time of a step; the chosen plan is filled")
     figure = tag("figure", caption, _chart(plan, others, labels))
     headings = "", "plan", "step >", "of chosen >", "memory >", "why not"
@@ -39,10 +42,12 @@ def runners(plan: Plan) -> Markup:
 
 
 def alternatives(plan: Plan) -> list[RunnerUp]:
-    """The chosen plan, then the others by step time; DDP and FSDP are among them if known."""
+    """The chosen plan, then the others by step time; usual layouts are among them if priced."""
     assert plan.prediction is not None
     chosen = RunnerUp.of(plan.name, plan.prediction, "chosen")
-    found = {other.name: other for other in (*plan.runners_up, *_torch(plan).values())}
+    found = {
+        own.name: own for own in (*usual_layouts(plan), *plan.runners_up, *_torch(plan).values())
+    }
     found.pop(plan.name, None)
     return [chosen, *sorted(found.values(), key=lambda other: other.step_s)]
 
@@ -50,12 +55,21 @@ def alternatives(plan: Plan) -> list[RunnerUp]:
 def _torch(plan: Plan) -> dict[str, RunnerUp]:
     """Plans of torch's data parallelism, by name."""
     known = plan.search
-    pairs = (("DDP", known.ddp), ("FSDP", known.fsdp)) if known is not None else ()
+    pairs = ((DDP, known.ddp), (FSDP, known.fsdp)) if known is not None else ()
     return {label: other for label, other in pairs if other is not None}
 
 
+def _unpriced(plan: Plan) -> Iterator[tuple[object, ...]]:
+    """Rows of usual layouts without a plan, with the reasons."""
+    plans = _torch(plan)
+    for name, why in unpriced_layouts(plan).items():
+        if name not in plans:
+            yield "", tag("b", name, class_="badge"), "", "", "", why
+
+
 def _labels(plan: Plan) -> dict[str, str]:
-    return {other.name: label for label, other in _torch(plan).items()}
+    """Usual names of plans."""
+    return {other.name: label for label, other in _torch(plan).items()} | usual_names(plan)
 
 
 def _row(

@@ -12,7 +12,7 @@ from autopar.report.explain import parts_of_step
 from autopar.report.html.figures import amount, count, seconds, share, size
 from autopar.report.html.markup import Markup, join, legend, tag
 from autopar.report.precision import precision_line
-from autopar.report.verdict import EQUAL, baselines, enough, without_baseline
+from autopar.report.verdict import verdict
 
 _LOOKS = ("g-compute", "g-optimizer", "g-wait", "g-memory", "g-depends", "g-slow")
 
@@ -43,7 +43,7 @@ def summary(plan: Plan) -> Markup:
 
 
 def _verdict(plan: Plan, p: Prediction) -> Iterator[Markup]:
-    """Whether the plan fits, what bounds it, and its gain over DDP and FSDP."""
+    """Whether the plan fits, what bounds it, and its gain over usual layouts."""
     needs = "A rank needs ", size(p.needed_bytes)
     if plan.memory_cap is None:
         yield _line("Memory:", *needs, "; no cap was given.")
@@ -55,19 +55,8 @@ def _verdict(plan: Plan, p: Prediction) -> Iterator[Markup]:
     first = max(parts, key=lambda name: parts[name])
     part = parts[first] / p.step_s if p.step_s else 0.0
     yield _line("Bound by", f"{first}: ", seconds(parts[first]), ", ", share(part), " of the step.")
-    found = plan.search
-    if found is None:
-        return
-    if few := enough(plan):
-        yield _line("Verdict:", f"{few}.")
-    elif (gain := found.gain(p.step_s)) is None:
-        yield _line("Verdict:", f"{without_baseline(found)}.")
-    else:
-        than = f" {baselines(found)} ({found.baseline}: {duration(found.baseline_s)})."
-        if abs(gain) < EQUAL:
-            yield _line("As fast as", than)
-        else:
-            yield _line(f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}", " than", than)
+    if plan.search is not None:
+        yield _line("Verdict:", f"{verdict(plan, plan.search, p.step_s)}.")
 
 
 def _line(first: str, *rest: object) -> Markup:
@@ -100,7 +89,11 @@ def _throughput(plan: Plan, p: Prediction) -> list[Markup]:
     more: tuple[object, ...] = slow, " to ", fast
     if used:
         low, high = map(share, step_interval(p).of_rate(used))
-        more += "; ", share(used), " (", low, " to ", high, ") of the devices' peak"
+        formula = (
+            f"MFU: {p.work.flops:.3g} FLOP a step ÷ ({duration(p.step_s)} × {plan.world_size:,} "
+            f"ranks × {p.work.peak / 1e12:,.0f} TFLOP/s)"
+        )
+        more += "; ", share(used), " (", low, " to ", high, f") of the devices' peak. {formula}"
     return [_tile(f"{kind} a second", amount(done / p.step_s), *more)]
 
 

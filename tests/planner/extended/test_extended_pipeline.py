@@ -110,6 +110,16 @@ def test_stages_grow_with_their_blocks(strategy: dict[str, Any], tied: bool) -> 
     assert dict(few.placements) == dict(whole.placements)
 
 
+def test_two_stages_in_a_node_need_no_link_between_nodes() -> None:
+    """Three stages are lowered, and the third would lie on another node."""
+    fixed = Strategy(pp=2, tp=2, micro_batches=4, schedule="1f1b", zero=1, recompute="none")
+    one = {"world_size": 8, "cluster": autopar.Cluster.named("dgx-h100", 1)}
+    own = replace(problem(False), strategy=fixed, **one)
+    found = plan_extended(own, models(own, False), known_machine(own, 1), SearchContext())
+    assert found.plan.pipeline is not None
+    assert found.step_s > 0
+
+
 def test_blocks_are_balanced_over_ranks() -> None:
     names = [str(index) for index in range(10)]
     plain = StageBlocks.balanced(names, (0, 1, 2, 3), [2.0, 0.0, 0.0, 2.0], 1.0)

@@ -158,6 +158,9 @@ def test_the_verdict_comes_first_and_ddp_and_fsdp_are_alternatives():
     first = re.search(r'<ul class="verdict">(.*?)</ul>', text)[1]
     assert f"{abs(known.gain(plan.prediction.step_s)):.1%}" in first
     assert text.index('class="verdict"') < text.index('class="tiles"')
+    assert re.search(
+        r"MFU: [\d.e+]+ FLOP a step ÷ \([\d.]+ [mµ]s × 8 ranks × [\d,]+ TFLOP/s\)", text
+    )
     names = [other.name for other in alternatives(plan)]
     assert names[0] == plan.name
     assert {known.ddp.name, known.fsdp.name} <= set(names)
