@@ -4,7 +4,8 @@
     python -m benchmarks.planning.scaling --load 4
 
 Each row is a question of llama 70B in a process of its own: on 8 to 131,072 H100s with two rows of
-8,192 tokens for each, and in 10 to 1,000 layers on 512. 8 GPUs do not hold its training: that
+8,192 tokens for each but at most 16,384, since every rank holds the tokens of the whole batch, and
+in 10 to 1,000 layers on 512. 8 GPUs do not hold its training: that
 nothing fits is the answer there. Seconds are of the process (`cpu`) and of the clock (`wall`):
 `cluster` of `Cluster.named`, `model` of the module on the meta device, `plan` of the plan under the
 limit. `first` and `chosen` are those until the search reported its first plan that fits, and its
@@ -41,16 +42,15 @@ from benchmarks.report import about, save
 RESULT = Path("benchmarks/results/planning/scaling.json")
 GPUS = (8, 64, 512, 4096, 32768, 131072)
 LAYERS = (10, 80, 320, 1000)
-ROWS_PER_GPU = 2
+ROWS_PER_GPU, MOST_ROWS = 2, 16384
 LOADED = 512  # GPUs of the question under load, and of those by depth
 REPEATS = 5
 
 
 def question(gpus: int, layers: int) -> Question:
-    """Llama of the width of 70B, with as much work for each GPU in every world."""
-    return Question(
-        partial(large.llama, "70b", ROWS_PER_GPU * gpus, layers=layers), "dgx-h100", gpus, {}
-    )
+    """Llama of the width of 70B, with as much work for each GPU in all but the largest worlds."""
+    rows = min(MOST_ROWS, ROWS_PER_GPU * gpus)
+    return Question(partial(large.llama, "70b", rows, layers=layers), "dgx-h100", gpus, {})
 
 
 QUESTIONS: Mapping[str, Question] = {

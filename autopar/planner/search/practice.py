@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.core.plan.strategy import Strategy
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.meshes import MICRO_BATCHES_PER_STAGE, experts_of
+from autopar.planner.search.meshes import MICRO_BATCHES_PER_STAGE, experts_of, with_few_shards
 from autopar.planner.search.state_bytes import least_state_bytes
 
 LONG_ROW = 32768
@@ -54,6 +54,7 @@ def practice(
         ranks = prod(sizes.values())
         if strategy is None or problem.world_size % ranks:
             continue
+        strategy = with_few_shards(strategy, problem.world_size, problem.strategy.search)
         rows = problem.rows // (problem.world_size // ranks)
         counts = (_micro_batches(rows, sizes["pp"]),) if sizes.get("pp", 1) > 1 else (1, rows)
         if strategy.micro_batches is not None:
