@@ -82,7 +82,7 @@ class BatchSlices:
                 f"{count} {equal}micro-batches on each of {self.count} ranks. Give {least} "
                 f"{count * self.count} rows, or other micro_batches."
             )
-        parts, held = self.count * count, ()
+        parts, held = self.count * count, self.held
         if self.rows % parts or not self.is_even:
             total = tuple(n for r in self.sizes for n in even_rows(r, count))
             held = () if total == even_rows(self.rows, parts) else total
