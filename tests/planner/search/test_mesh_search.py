@@ -335,6 +335,22 @@ def test_time_that_ends_before_anything_fits_proves_nothing() -> None:
         fastest_mesh(problem(memory=10**9), late, FAR, 4, context)
 
 
+def test_estimates_end_with_the_first_that_lacks_time() -> None:
+    asked: list[Mesh] = []
+
+    def lacking(own: PlanningProblem, context: SearchContext) -> Plan:
+        raise OutOfMemoryError("", 7 * 2**30)
+
+    def late(own: PlanningProblem) -> MeshEstimate:
+        asked.append(mesh(own.strategy))
+        raise TimeIsOver
+
+    context = SearchContext(lambda: False, timed=True)
+    with pytest.raises(PlanError, match="Not looked at"):
+        fastest_mesh(problem(memory=10**9), lacking, late, 4, context)
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_a_plan_that_does_not_fit_whole_is_told_or_replaced(others: bool) -> None:
     answers: Answers = {(1, 1, None): predicted(2.0, 1.0), (1, 2, None): predicted(1.2, 0.2)}
