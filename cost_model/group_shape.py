@@ -51,7 +51,10 @@ class GroupShape:
         names, sizes = list(mesh), list(mesh.values())
         ranks = mesh[axis]
         stride = math.prod(sizes[names.index(axis) + 1 :])
-        on_node = Counter(rank * stride // ranks_per_node for rank in range(ranks))
+        # Parts on nodes recur, so one period and what is left over have all of them.
+        period = ranks_per_node // math.gcd(stride, ranks_per_node)
+        sample = range(min(ranks, period + ranks % period))
+        on_node = Counter(rank * stride // ranks_per_node for rank in sample)
         return cls(ranks, math.gcd(*on_node.values()), math.prod(sizes) // ranks)
 
     def __str__(self) -> str:

@@ -162,17 +162,29 @@ def ask(name: str, limit_s: float, clock: str) -> dict[str, Any]:
     return row | {"usual": usual, "ratio": ratio} | published
 
 
-def planned(question: Question, strategy: autopar.Strategy, limit_s: float) -> autopar.Plan:
-    model, inputs = question.make()
+def cluster_of(question: Question) -> autopar.Cluster:
     nodes = question.gpus // autopar.Cluster.named(question.cluster).ranks_per_node
+    return autopar.Cluster.named(question.cluster, nodes)
+
+
+def planned(
+    question: Question,
+    strategy: autopar.Strategy,
+    limit_s: float,
+    *,
+    made: Made | None = None,
+    progress: Callable[[Any], None] = lambda progress: None,
+) -> autopar.Plan:
+    model, inputs = made or question.make()
     return autopar.plan(
         model,
         question.gpus,
         example_inputs=inputs,
-        cluster=autopar.Cluster.named(question.cluster, nodes),
+        cluster=cluster_of(question),
         strategy=strategy,
         precision=question.precision,
         time_limit_s=limit_s,
+        progress=progress,
     )
 
 

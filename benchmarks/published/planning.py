@@ -25,6 +25,7 @@ from autopar.cost_model.simulator.pipeline import (
     simulate_pipeline,
 )
 from autopar.cost_model.topology.devices import find_device
+from autopar.cost_model.topology.topology import devices_by_node
 from autopar.passes.memory.checkpoint_activations import MinCut
 from autopar.planner.evaluate import pipeline_evaluator as pipelines
 from autopar.planner.evaluate.p2p import P2PCost
@@ -62,7 +63,7 @@ def with_network(cluster: Cluster, bytes_per_s: float) -> Cluster:
     """Return the cluster with another network of each node, whose collectives are modelled."""
     assert cluster.topology is not None
     topology = cluster.topology.copy()
-    nodes = cluster.world_size // cluster.ranks_per_node
+    nodes = len(devices_by_node(topology))
     links = [link for *ends, link in topology.edges(data=True) if "fabric" in ends]
     for link in links:
         link["bytes_per_s"] = bytes_per_s * nodes / len(links)

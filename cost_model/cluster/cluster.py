@@ -31,7 +31,7 @@ from autopar.cost_model.curves.measured_curve import CurveKey, Measured, curve_r
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.storage import Storage, transfer_times
 from autopar.cost_model.topology.devices import Device, host_link
-from autopar.cost_model.topology.topology import repeated
+from autopar.cost_model.topology.topology import repeated, topology_document
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -74,7 +74,8 @@ class Cluster:
         slowdown: slowdown of compute and collectives by each other.
         uniform: whether groups of one shape take equally long wherever they are, as behind a
             switch. Only then are times of other shapes derived from measured ones.
-        topology: devices, switches, NICs and links (see `topology`); None if unknown.
+        topology: devices, switches, NICs and links of every machine, or of the first of alike
+            ones with their number as `topology.graph["machines"]`; None if unknown.
         figures: peak rates of a device; None if unknown.
         link: round figures for collectives without a curve; None to refuse these.
         device_memory_bytes: memory that one rank may fill, in bytes, if known.
@@ -204,9 +205,7 @@ class Cluster:
             data[name] = dataclasses.asdict(data[name]) if data[name] else None
         data["figures"] = self.figures.to_dict() if self.figures else None
         if self.topology is not None:
-            import networkx as nx
-
-            data["topology"] = nx.node_link_data(self.topology, edges="edges")
+            data["topology"] = topology_document(self.topology)
         data["curves"] = [curve_row(key, entry) for key, entry in sorted(self.curves.items())]
         return data
 

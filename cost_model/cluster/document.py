@@ -15,6 +15,7 @@ from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.storage import Storage
 from autopar.cost_model.topology.devices import Device
+from autopar.cost_model.topology.topology import node_of, topology_of
 
 AGAIN = "Measure the cluster again, or correct the field."
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -65,13 +66,14 @@ class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A topology, as `networkx.node_link_data` writes it."""
+    """A topology, as `topology_document` writes it."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     directed: bool
     multigraph: bool
     graph: dict[str, Any]
+    machines: Ranks | None = None  # those described, if left out
 
 
 class CurvePoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,9 +147,7 @@ def cluster_fields(data: Any, source: str) -> dict[str, Any]:
     values["storage"] = document.storage and document.storage.entry
     values["host"] = document.host and document.host.entry
     if document.topology is not None:
-        import networkx as nx
-
-        values["topology"] = nx.node_link_graph(data["topology"], edges="edges")
+        values["topology"] = topology_of(data["topology"])
     return values
 
 
@@ -193,3 +193,9 @@ def _check_topology(topology: Topology) -> None:
                 raise FieldError(f"$.topology.edges[{index}]", f"joins {end!r}, which is no node")
     if not any(node.kind == "device" for node in topology.nodes):
         raise FieldError("$.topology.nodes", "has no device")
+    described = {node_of(node.id) for node in topology.nodes if node.kind == "device"}
+    machines = topology.machines or len(described)
+    if machines != len(described) > 1:
+        raise FieldError(
+            "$.topology.machines", f"is {machines}, but the nodes are of {len(described)} machines"
+        )

@@ -4,6 +4,9 @@ Graph nodes are named "node0", "node0/gpu3", "node0/switch", "node0/nic1" and "f
 `kind` is "host", "device", "switch", "nic" or "fabric". Edges are full-duplex links with
 `bytes_per_s` (one direction), `latency_s` and `provenance`. A NIC serves the devices that it has a
 link to.
+
+A graph describes every machine, or the first of alike ones: `graph.graph["machines"]` is then
+their number. So a large cluster costs what one machine does.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ if TYPE_CHECKING:
 _NEAR_HOPS = 2  # a rank, its host, another rank
 _FAR_HOPS = 4  # additional: host, NIC, fabric, NIC, host
 
+MACHINES = "machines"
+"""Attribute of a graph that describes one of several alike machines: their number."""
+
 
 def topology_from_pairs(
     curves: Mapping[CurveKey, Measured], nodes: int, ranks_per_node: int
 ) -> nx.Graph | None:
-    """A graph of ranks at their hosts, and hosts with one NIC each at a fabric.
+    """Ranks at their host, and hosts with one NIC each at a fabric; the hosts are alike.
 
     Rates and latencies are those of a "send" between a pair on one node, and a pair on two. Links
     of GPUs cannot be derived from these, so this is for ranks on CPUs. None if a pair was not
@@ -43,19 +49,17 @@ def topology_from_pairs(
     import networkx as nx
 
     graph = nx.Graph()
-    for n in range(nodes):
-        node = f"node{n}"
-        graph.add_node(node, kind="host", cpu="intel")
-        ranks = [f"{node}/rank{i}" for i in range(ranks_per_node)]
-        graph.add_nodes_from(ranks, kind="device")
-        graph.add_edges_from([(rank, node) for rank in ranks], **inside)
-        if far is not None and nodes > 1:
-            beyond = _link(far, max(0.0, far.curve.seconds[0] - latency) / _FAR_HOPS)
-            graph.add_node("fabric", kind="fabric")
-            graph.add_node(f"{node}/nic0", kind="nic")
-            graph.add_edge(f"{node}/nic0", "fabric", **beyond)
-            graph.add_edge(node, f"{node}/nic0", **beyond)
-    return graph
+    graph.add_node("node0", kind="host", cpu="intel")
+    ranks = [f"node0/rank{i}" for i in range(ranks_per_node)]
+    graph.add_nodes_from(ranks, kind="device")
+    graph.add_edges_from([(rank, "node0") for rank in ranks], **inside)
+    if far is not None and nodes > 1:
+        beyond = _link(far, max(0.0, far.curve.seconds[0] - latency) / _FAR_HOPS)
+        graph.add_node("fabric", kind="fabric")
+        graph.add_node("node0/nic0", kind="nic")
+        graph.add_edge("node0/nic0", "fabric", **beyond)
+        graph.add_edge("node0", "node0/nic0", **beyond)
+    return repeated(graph, nodes)
 
 
 def _link(pair: Measured, latency_s: float) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def node_of(name: str) -> str:
 
 
 def devices_by_node(graph: nx.Graph) -> dict[str, list[str]]:
-    """Devices of each machine, in the order of ranks."""
+    """Devices of each machine that a graph describes, in the order of ranks."""
     devices: dict[str, list[str]] = {}
     for name, kind in graph.nodes(data="kind"):
         if kind == "device":
@@ -80,34 +84,43 @@ def devices_by_node(graph: nx.Graph) -> dict[str, list[str]]:
     return devices
 
 
+def machine_count(graph: nx.Graph) -> int:
+    """Machines of the cluster, described or alike."""
+    count: int = graph.graph.get(MACHINES) or len(devices_by_node(graph))
+    return count
+
+
 def group_devices(graph: nx.Graph, shape: GroupShape) -> list[str]:
-    """The devices of the first group of a shape: consecutive ones of each machine.
+    """The devices of the first group of a shape: consecutive ones of each described machine.
 
     Raises:
         ClusterError: the groups do not fit on the cluster.
     """
-    machines = list(devices_by_node(graph).values())
+    machines, count = list(devices_by_node(graph).values()), machine_count(graph)
     devices = min(map(len, machines))
-    fitting = (devices // shape.ranks_per_node) * (len(machines) // shape.nodes)
+    fitting = (devices // shape.ranks_per_node) * (count // shape.nodes)
     if shape.groups > fitting:
         raise ClusterError(
-            f"{shape}: this cluster of {len(machines)} machines with {devices} devices has room "
+            f"{shape}: this cluster of {count} machines with {devices} devices has room "
             f"for {fitting} such groups"
         )
     return [d for machine in machines[: shape.nodes] for d in machine[: shape.ranks_per_node]]
 
 
 def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
-    """The topology with another number of machines: copies of the first, if all are alike.
+    """The topology with another number of machines, as the first of them and their number.
 
     Raises:
         ClusterError: the machines differ, or the only one has no NIC.
     """
-    machines = list(devices_by_node(graph))
-    if nodes == len(machines):
+    if nodes == machine_count(graph):
         return graph
-    first, *others = ({n for n in graph if node_of(n) == m} | {"fabric"} for m in machines)
-    if any(not _alike(graph.subgraph(first), graph.subgraph(other)) for other in others):
+    machines = list(devices_by_node(graph))
+    names: dict[str, set[str]] = {}
+    for name in graph:
+        names.setdefault(node_of(name), {"fabric"}).add(name)
+    first, *others = (graph.subgraph(names[machine]) for machine in machines)
+    if not all(_alike(first, other) for other in others):
         raise ClusterError(
             f"the {len(machines)} machines of this cluster differ: what {nodes} of them would do "
             f"must be measured"
@@ -116,13 +129,30 @@ def repeated(graph: nx.Graph, nodes: int) -> nx.Graph:
         raise ClusterError(f"this machine has no NIC: nothing is known of {nodes} of them")
     import networkx as nx
 
-    machine = graph.subgraph(first)
-    owned = {name: name.removeprefix(machines[0]) for name in first - {"fabric"}}
-    # At once: composing one machine at a time copies the whole graph for each of them.
-    return nx.compose_all(
-        nx.relabel_nodes(machine, {name: f"node{n}{path}" for name, path in owned.items()})
-        for n in range(nodes)
-    )
+    moved = {name: "node0" + name.removeprefix(machines[0]) for name in first if name != "fabric"}
+    described = nx.relabel_nodes(first, moved)
+    described.graph[MACHINES] = nodes
+    return described
+
+
+def topology_document(graph: nx.Graph) -> dict[str, Any]:
+    """The JSON form of a topology; `machines` where it describes one of several."""
+    import networkx as nx
+
+    data: dict[str, Any] = nx.node_link_data(graph, edges="edges")
+    attributes = dict(data["graph"])
+    machines = attributes.pop(MACHINES, None)
+    return data | {"graph": attributes} | ({MACHINES: machines} if machines else {})
+
+
+def topology_of(document: Mapping[str, Any]) -> nx.Graph:
+    """The topology that `topology_document` wrote."""
+    import networkx as nx
+
+    graph = nx.node_link_graph(dict(document), edges="edges")
+    if machines := document.get(MACHINES):
+        graph.graph[MACHINES] = machines
+    return graph
 
 
 def _alike(first: nx.Graph, second: nx.Graph) -> bool:
@@ -134,5 +164,5 @@ def _alike(first: nx.Graph, second: nx.Graph) -> bool:
 
 def nics_per_node(graph: nx.Graph) -> int:
     """NICs of the first machine."""
-    kinds: Any = graph.nodes(data="kind")
-    return sum(kind == "nic" and node_of(name) == "node0" for name, kind in kinds)
+    first, kinds = next(iter(devices_by_node(graph)), ""), graph.nodes(data="kind")
+    return sum(kind == "nic" and node_of(name) == first for name, kind in kinds)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from autopar.core.ir.graph import TrainingGraph, tensors
 from autopar.core.ir.mesh_levels import INTER_NODE, INTRA_NODE, level
-from autopar.core.ir.placement import Partial, chunk_rows
+from autopar.core.ir.placement import Partial, chunk_of
 from autopar.core.ir.roles import OutputRole, State, Update
 from autopar.core.plan.compression import Compression
 from autopar.passes.core.collective_ops import (
@@ -228,7 +228,7 @@ class CompressedReduce(ABC):
         found, at = [], 0
         for size, shape in zip(self.sizes, self.shapes, strict=True):
             wide = size * math.prod(shape[1:])
-            rows = chunk_rows(shape[0], self.ranks)[self.rank]
+            rows = chunk_of(shape[0], self.ranks, self.rank)[1]
             part = whole[at : at + wide].view(size, *shape[1:])[:rows]
             found.append(part.to(self.dtype).contiguous())
             at += wide

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from autopar.core.ir.placement import chunk_rows
+from autopar.core.ir.placement import chunk_of, chunk_rows
 from autopar.core.ir.roles import State
 from autopar.core.plan.compression import Compression
 from autopar.passes.compression.codecs import Codec, codec, random_places
@@ -140,7 +140,7 @@ class LowRankReduce(CompressedReduce):
     def _as_they_are(self, which: Sequence[int]) -> list[fx.Node]:
         given = [self.operands[i] for i in which]
         if self.scatters:
-            rows = [chunk_rows(self.shapes[i][0], self.ranks)[self.rank] for i in which]
+            rows = [chunk_of(self.shapes[i][0], self.ranks, self.rank)[1] for i in which]
             return self.send(start_reduce_scatter, given, rows)[1]
         return self.send(start_all_reduce, given)[1]
 

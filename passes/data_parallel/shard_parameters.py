@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.core.ir.graph import GraphProperty, ParameterInfo, TrainingGraph
-from autopar.core.ir.placement import Replicate, Shard, chunk_rows
+from autopar.core.ir.placement import Replicate, Shard, chunk_of
 from autopar.core.ir.roles import Parameter
 from autopar.passes.core.collective_ops import (
     annotate,
@@ -74,7 +74,7 @@ class Chunk:
 
     def rows(self, graph: TrainingGraph, info: ParameterInfo) -> int:
         """Size of the dim on this rank."""
-        return chunk_rows(info.shape[self.dim], graph.axes[self.axis])[self.rank]
+        return chunk_of(info.shape[self.dim], graph.axes[self.axis], self.rank)[1]
 
     def shape(self, graph: TrainingGraph, info: ParameterInfo) -> tuple[int, ...]:
         """Shape of the chunk."""

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.core.common.notices import NumericsNote
 from autopar.core.ir.graph import GraphProperty, TrainingGraph, tensors
 from autopar.core.ir.mesh_levels import INTER_NODE, coordinate_on, level
-from autopar.core.ir.placement import Partial, Placement, Replicate, Shard, chunk_rows
+from autopar.core.ir.placement import Partial, Placement, Replicate, Shard, chunk_of
 from autopar.core.ir.roles import Accumulated, Gradient, Parameter, UnreducedGrad
 from autopar.passes.core.collective_ops import (
     annotate,
@@ -124,7 +124,7 @@ class SynchronizeGradients(Pass):
             return reduced(start_all_reduce, node, layout, self.axis)
         axis = self.shard_axis or self.axis
         coordinate = coordinate_on(axis, self.rank, graph.axes)
-        rows = chunk_rows(info.shape[layout.dim], graph.axes[axis])[coordinate]
+        rows = chunk_of(info.shape[layout.dim], graph.axes[axis], coordinate)[1]
         front = swapped(graph.graph, like, node, layout.dim)
         if axis == self.axis:
             part = reduced(start_reduce_scatter, front, Shard(0), [rows], axis)

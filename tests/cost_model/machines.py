@@ -2,6 +2,8 @@
 
 import networkx as nx
 
+from autopar.cost_model.topology.topology import machine_count
+
 
 def machines(
     nodes: int,
@@ -32,6 +34,17 @@ def machines(
             for i in sorted(near):
                 link(graph, names[i], f"{node}/nic{j}", nic_bytes_per_s)
     return graph
+
+
+def every_machine(graph: nx.Graph) -> nx.Graph:
+    """The whole graph of a topology that describes the first of alike machines."""
+    copies = [
+        nx.relabel_nodes(graph, {name: name.replace("node0", f"node{n}") for name in graph})
+        for n in range(machine_count(graph))
+    ]
+    whole = nx.compose_all(copies)
+    whole.graph.clear()
+    return whole
 
 
 def link(graph: nx.Graph, one: str, other: str, bytes_per_s: float) -> None:

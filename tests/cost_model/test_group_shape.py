@@ -1,3 +1,9 @@
+"""Shapes of groups along the axes of a mesh."""
+
+import math
+import random
+from collections import Counter
+
 import pytest
 
 from autopar.cost_model.cost import ClusterError
@@ -18,6 +24,15 @@ from autopar.cost_model.group_shape import GroupShape
 )
 def test_axes_of_a_mesh(mesh, axis, ranks_per_node, shape):
     assert GroupShape.of_axis(mesh, axis, ranks_per_node) == shape
+
+
+def test_parts_of_groups_on_nodes_recur():
+    draw = random.Random(0)
+    for _ in range(500):
+        ranks, stride, node = draw.randint(1, 60), draw.randint(1, 12), draw.randint(1, 12)
+        on_node = Counter(rank * stride // node for rank in range(ranks))
+        shape = GroupShape.of_axis({"dp": ranks, "tp": stride}, "dp", node)
+        assert shape == GroupShape(ranks, math.gcd(*on_node.values()), stride)
     assert shape.nodes * shape.ranks_per_node == shape.ranks
 
 

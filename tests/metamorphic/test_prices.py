@@ -16,6 +16,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.storage import copies_over
 from autopar.planner.evaluate.bandwidth_sweep import ScaledBandwidth
+from tests.cost_model.machines import every_machine
 
 CLUSTERS = ("aws-p5", "dgx-a100", "dgx-b200", "dgx-h100", "gcp-a3mega")
 TUNED = 1.15
@@ -114,12 +115,11 @@ def test_the_order_of_nodes_changes_no_price(name: str) -> None:
     draw, base = random.Random(name), cluster_of(name)
     assert base.topology is not None
     order = draw.sample(range(4), 4)
+    whole = every_machine(base.topology)
     moved = {
-        node: f"node{order[int(node[4])]}{node[5:]}"
-        for node in base.topology
-        if node.startswith("node")
+        node: f"node{order[int(node[4])]}{node[5:]}" for node in whole if node.startswith("node")
     }
-    shuffled = nx.Graph(nx.relabel_nodes(base.topology, moved))
+    shuffled = nx.Graph(nx.relabel_nodes(whole, moved))
     other = replace(base, topology=shuffled)
     for cluster, kind, nbytes, shape in questions(name):
         one, two = (c.seconds(kind, nbytes, shape).seconds for c in (cluster, other))

@@ -5,12 +5,13 @@ Autograd calls them by itself, so no line of the user's can be written otherwise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar._torch import OpOverload
 from autopar.core.ir.graph import dense_strides
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ def empty_in_order(
     return dense if order == places else dense.permute(places)
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     aten._efficientzerotensor.default: zeros,
     aten.new_empty_strided.default: empty_in_order,
 }

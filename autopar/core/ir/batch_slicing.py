@@ -52,11 +52,18 @@ class BatchSlices:
 
     @property
     def local_units(self) -> int:
-        return 1 if self.is_even else self.sizes[self.index]
+        return 1 if self.is_even else self.own_rows[1]
+
+    @property
+    def own_rows(self) -> tuple[int, int]:
+        """First row and number of rows of this slice."""
+        return UnevenRanks(self.count, self.rows, self.held).part(self.index)
 
     @property
     def next_alike(self) -> BatchSlices:
         """The next slice with as many rows, after the last the first; itself if there is none."""
+        if self.is_even:
+            return replace(self, index=(self.index + 1) % self.count)
         sizes, first = self.sizes, self.index + 1
         after = (index % self.count for index in range(first, first + self.count))
         return replace(self, index=next(i for i in after if sizes[i] == sizes[self.index]))
@@ -67,7 +74,7 @@ class BatchSlices:
         Raises:
             BatchError: a slice has fewer rows, or with `even` micro-batches would differ.
         """
-        sizes = self.sizes
+        sizes = (self.rows // self.count,) if self.is_even else self.sizes
         if min(sizes) < count or (even and len({*sizes, min(sizes) // count * count}) > 1):
             equal, least = ("equal ", "a multiple of") if even else ("", "at least")
             raise BatchError(
@@ -75,14 +82,16 @@ class BatchSlices:
                 f"{count} {equal}micro-batches on each of {self.count} ranks. Give {least} "
                 f"{count * self.count} rows, or other micro_batches."
             )
-        parts, total = self.count * count, tuple(n for r in sizes for n in even_rows(r, count))
-        held = () if total == even_rows(self.rows, parts) else total
+        parts, held = self.count * count, self.held
+        if self.rows % parts or not self.is_even:
+            total = tuple(n for r in self.sizes for n in even_rows(r, count))
+            held = () if total == even_rows(self.rows, parts) else total
         first = self.index * count
         return [BatchSlices(parts, first + i, self.rows, True, held) for i in range(count)]
 
     def unit_indices(self, device: torch.device | None = None) -> torch.Tensor:
         """Indices of this slice's units, the value of `BatchIndex`: int64 [local_units]."""
-        first = self.index if self.is_even else sum(self.sizes[: self.index])
+        first = self.index if self.is_even else self.own_rows[0]
         return torch.arange(first, first + self.local_units, device=device)
 
     def divides(self, size: int, interleave: int = 1) -> bool:

@@ -169,6 +169,12 @@ class UnevenRanks(int):
         made.rows, made.held = rows, held
         return made
 
+    def part(self, rank: int) -> tuple[int, int]:
+        """First row and number of rows of a rank."""
+        if self.held:
+            return sum(self.held[:rank]), self.held[rank]
+        return even_part(self.rows, int(self), rank)
+
     # Copies and pickles pass these to __new__. The default of int is the number alone.
     def __getnewargs__(self) -> tuple[int, int, tuple[int, ...]]:  # type: ignore[override]
         return int(self), self.rows, self.held
@@ -191,8 +197,9 @@ def chunk_of(rows: int, parts: int, part: int) -> tuple[int, int]:
     (9, 1)
     """
     if isinstance(parts, UnevenRanks):
-        held, each = parts.held or even_rows(parts.rows, parts), rows // parts.rows
-        return sum(held[:part]) * each, held[part] * each
+        begin, count = parts.part(part)
+        each = rows // parts.rows
+        return begin * each, count * each
     step = -(-rows // parts)
     begin = min(step * part, rows)
     return begin, min(step, rows - begin)
@@ -254,6 +261,16 @@ def even_rows(rows: int, parts: int) -> tuple[int, ...]:
     (3, 3, 2, 2)
     """
     return tuple(rows // parts + (part < rows % parts) for part in range(parts))
+
+
+def even_part(rows: int, parts: int, part: int) -> tuple[int, int]:
+    """First row and number of rows of one part of `even_rows`.
+
+    >>> even_part(10, 4, 3)
+    (8, 2)
+    """
+    least, more = divmod(rows, parts)
+    return least * part + min(part, more), least + (part < more)
 
 
 @lru_cache(maxsize=256)

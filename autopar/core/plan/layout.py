@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from autopar.core.common.checks import count
@@ -124,11 +125,17 @@ class Layout:
     def of(self, name: str) -> dict[str, Placement]:
         """Placement of a parameter between steps along each axis, in `shard_order`."""
         partitions, whole = self.decisions.partitions, Replicate()
-        found: dict[str, Placement] = {p.axis: p.stored.get(name, whole) for p in partitions}
+        found: dict[str, Placement] = {
+            each.axis: each.stored.get(name, whole) for each in partitions
+        }
         if self.decisions.dp_size > 1 or not partitions:
             found |= dict.fromkeys(self.shard_order[len(partitions) :], whole)
-            found[self.shard_order[-1]] = dict(self.decisions.placements)[name]
+            found[self.shard_order[-1]] = self._placements[name]
         return found
+
+    @cached_property
+    def _placements(self) -> dict[str, Placement]:
+        return dict(self.decisions.placements)
 
     @property
     def unsharded_grad_params(self) -> tuple[str, ...]:

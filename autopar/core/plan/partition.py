@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,12 +95,13 @@ class Partition:
         """Strategies by the names of the nodes in the graph that was planned."""
         return tuple((name, own) for own, names in self.strategies for name in names)
 
-    @property
+    # Tables are made once: one for each parameter would grow with the square of the depth.
+    @cached_property
     def layouts(self) -> dict[str, Placement]:
         """Placement of each parameter that operators read sharded."""
         return dict(self.parameters)
 
-    @property
+    @cached_property
     def stored(self) -> dict[str, Placement]:
         """Placement between steps of each sharded parameter."""
         return dict((*self.parameters, *self.zero))

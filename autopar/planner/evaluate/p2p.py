@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from math import prod
 
@@ -42,8 +42,19 @@ class P2PCost:
         Raises:
             ClusterError: no such message was measured, and none may be derived.
         """
+        key = nbytes, self._shapes(sender, receiver)
+        if key not in self._prices:
+            self._prices[key] = self._price(*key)
+        return self._prices[key]
+
+    @cached_property
+    def _prices(self) -> dict[tuple[int, tuple[GroupShape, ...]], tuple[Transfer, Cost]]:
+        """Prices that were asked for: a schedule sends alike messages thousands of times."""
+        return {}
+
+    def _price(self, nbytes: int, shapes: tuple[GroupShape, ...]) -> tuple[Transfer, Cost]:
         failure: ClusterError | None = None
-        for kind, pairs in product(("send", "broadcast"), self._shapes(sender, receiver)):
+        for kind, pairs in product(("send", "broadcast"), shapes):
             try:
                 cost = self.cluster.seconds(kind, nbytes, pairs)
             except ClusterError as error:

@@ -367,7 +367,7 @@ class _MeshSearch(SearchRecord):
         For autotuning, the best estimate of each untried mesh comes first, since errors of
         estimates correlate within a mesh.
         """
-        found: list[MeshEstimate] = []
+        found, over = list[MeshEstimate](), self.over
         fitting = filter(self.states_fit, strategies)
         open_ = [each for mesh in fitting for each in micro_batched(self.problem, mesh)]
         for done, strategy in enumerate(open_):
@@ -379,13 +379,14 @@ class _MeshSearch(SearchRecord):
             accumulates = strategy.pp_size == 1 and (strategy.micro_batches or 1) > 1
             if tried_first and accumulates and not self.is_memory_bound():
                 continue
-            in_time = self.context.deadline() and self.context.estimating()
-            if (self.best is not None or found) and not in_time:
+            ended = not (self.context.deadline() and self.context.estimating())
+            if over or (ended and (self.best is not None or found)):
                 self.leave_out(strategy)
                 continue
             try:
                 own = estimate(replace(self.problem, strategy=strategy))
             except TimeIsOver:
+                over = True
                 self.leave_out(strategy)
                 continue
             except (StrategyError, BatchError, CaptureError, ClusterError) as refusal:
@@ -400,8 +401,7 @@ class _MeshSearch(SearchRecord):
         if not self.autotunes:
             return found
         seen = {self.group(strategies[0])} if tried_first else set()
-        first: list[MeshEstimate] = []
-        rest: list[MeshEstimate] = []
+        first, rest = list[MeshEstimate](), list[MeshEstimate]()
         for each in found:
             (rest if self.group(each.strategy) in seen else first).append(each)
             seen.add(self.group(each.strategy))

@@ -15,6 +15,10 @@ from autopar.planner.problem import PlanningProblem
 SMALL_WORLD = 8
 """Largest world in which model-parallel axes may cross nodes, where links are slow."""
 
+MOST_SHARDS = 1024
+"""Most data-parallel ranks that ZeRO shards over in a search. More would have less than a row each
+of most parameters, and gather the padding."""
+
 LEAST_TOKENS = 4096
 """Fewest elements of a row on a rank where cp is searched beyond a node."""
 
@@ -73,12 +77,22 @@ def meshes(
 
     fitting = filter(is_tried, found)
     for one in sorted(fitting, key=lambda one: (model_ranks(one), one.pp_size)):
-        yield one
+        yield with_few_shards(one, world_size, strategy.search)
         neighbours = ranks_per_node // one.model_parallel_size
         ranks = world_size // model_ranks(one)
         shards = "dp_shard" in strategy.search and one.dp_shard is None and one.zero != 0
         if shards and 1 < neighbours < ranks and ranks % neighbours == 0:
             yield replace(one, dp_shard=neighbours)
+
+
+def with_few_shards(strategy: Strategy, world_size: int, search: Iterable[str]) -> Strategy:
+    """The strategy with ZeRO over MOST_SHARDS ranks or fewer, in worlds that have more of them."""
+    ranks = world_size // model_ranks(strategy)
+    is_open = "dp_shard" in search and strategy.dp_shard is None and strategy.zero != 0
+    if not is_open or ranks <= MOST_SHARDS:
+        return strategy
+    most = max(n for n in range(1, MOST_SHARDS + 1) if ranks % n == 0)
+    return replace(strategy, dp_shard=most) if most > 1 else strategy
 
 
 def experts_of(parameters: Iterable[ParameterInfo]) -> int:

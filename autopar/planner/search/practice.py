@@ -18,7 +18,12 @@ from autopar.core.plan.strategy import Strategy
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.formatting import first_line, human_bytes
 from autopar.planner.problem import PlanningProblem
-from autopar.planner.search.meshes import MICRO_BATCHES_PER_STAGE, MOST_MICRO_BATCHES, experts_of
+from autopar.planner.search.meshes import (
+    MICRO_BATCHES_PER_STAGE,
+    MOST_MICRO_BATCHES,
+    experts_of,
+    with_few_shards,
+)
 from autopar.planner.search.search_progress import TooCostlyError
 from autopar.planner.search.state_bytes import least_state_bytes
 
@@ -190,6 +195,7 @@ def practice(
         strategy = _opened(problem.strategy, zero, sizes) if sizes else None
         if sizes is None or strategy is None:
             continue
+        strategy = with_few_shards(strategy, problem.world_size, problem.strategy.search)
         ranks = prod(sizes.get(axis, 1) for axis in AXES)
         rows = problem.rows // (problem.world_size // ranks)
         pp = sizes.get("pp", 1)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from autopar.core.common.notices import warn_once
 from autopar.core.ir.graph import ParameterInfo
 from autopar.core.ir.mesh_levels import DATA_AXIS, DATA_STORAGE_AXES, coordinate_on
-from autopar.core.ir.placement import Shard, chunk_rows
+from autopar.core.ir.placement import Shard, chunk_of
 from autopar.core.ir.roles import State
 from autopar.core.plan.compression import Compression
 from autopar.core.plan.layout import Layout
@@ -133,7 +133,7 @@ def _local_shape(plan: Plan, info: ParameterInfo, place: Mapping[str, int]) -> t
         shape[0], shape[placement.dim] = shape[placement.dim], shape[0]  # as it travels
         if layout.shard_axis != DATA_AXIS:  # uncompressed reduction over neighbours first
             index = coordinate_on(layout.shard_axis, place[DATA_AXIS], axes)
-            shape[0] = chunk_rows(shape[0], axes[layout.shard_axis])[index]
+            shape[0] = chunk_of(shape[0], axes[layout.shard_axis], index)[1]
     return tuple(shape)
 
 

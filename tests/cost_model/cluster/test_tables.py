@@ -3,22 +3,27 @@
 import tomllib
 from dataclasses import replace
 from importlib import resources
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from autopar.core.ir.messages import COLLECTIVES, READ, TO_HOST
 from autopar.cost_model.cluster.cluster import Cluster, shipped_clusters
-from autopar.cost_model.cost import ClusterError
+from autopar.cost_model.cost import ClusterError, Cost
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.storage import COPIES, UNMEASURED
 from autopar.cost_model.topology.devices import DEVICES, find_device
+from autopar.cost_model.topology.link_rates import link_of_group
+from autopar.cost_model.topology.topology import machine_count
+from tests.cost_model.machines import every_machine
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = (
     "8x4090-pcie", "aws-p5", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200", "dgx1v-roce",
     "gb200-nvl72", "gcp-a3mega", "h100-eth400", "l40s-eth100", "mi300x-eth400",
 )  # fmt: skip
+NOT_UNIFORM = ("8x4090-pcie", "dgx1v-roce")
 
 
 def test_they_are_package_data():
@@ -53,6 +58,49 @@ def test_all_collectives_over_what_was_measured_have_a_price(name):
         kinds[collective] = costs[-2].kind
     assert kinds["all_reduce"] in ("imported", "modelled")  # dgx1v from 8 MB on only
     assert kinds["send"] == "modelled"
+
+
+def price(cluster: Cluster, collective: str, nbytes: float, shape: GroupShape) -> Cost | str:
+    try:
+        return cluster.seconds(collective, nbytes, shape)
+    except ClusterError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("nodes", [2, 5, 64])
+@pytest.mark.parametrize("name", [each for each in NAMES if each not in NOT_UNIFORM])
+def test_the_first_of_alike_machines_prices_as_all_of_them(name, nodes):
+    cluster = Cluster.named(name, nodes)
+    whole = replace(cluster, topology=every_machine(cluster.topology))
+    node, ranks = cluster.ranks_per_node, cluster.world_size
+    shapes = [
+        *(GroupShape(node, node), GroupShape(2, 2, node // 2), GroupShape(nodes, 1, node)),
+        *(GroupShape(ranks, node), GroupShape(ranks // 2, node // 2, 2), GroupShape(2, 1)),
+        GroupShape(2 * node, node, nodes // 2),
+        GroupShape(2 * ranks, node),  # larger than the cluster
+    ]
+    assert whole.fabric == cluster.fabric
+    for collective, shape, n in product(COLLECTIVES, shapes, (1e3, 1e6, 1e9)):
+        assert price(cluster, collective, n, shape) == price(whole, collective, n, shape)
+        link = link_of_group(cluster.topology, shape, 0.5)
+        assert link == link_of_group(whole.topology, shape, 0.5)
+
+
+def test_a_large_cluster_costs_what_one_machine_does(tmp_path):
+    cluster = Cluster.named("dgx-h100", nodes=16384)
+    assert cluster.world_size == 131072
+    assert len(cluster.topology) == len(Cluster.named("dgx-h100", nodes=2).topology)
+    cluster.save(tmp_path / "cluster.json")
+    loaded = Cluster.load(tmp_path / "cluster.json")
+    assert machine_count(loaded.topology) == 16384
+    everyone = GroupShape(131072, 8)
+    assert loaded.seconds("all_reduce", 1e9, everyone) == cluster.seconds(
+        "all_reduce", 1e9, everyone
+    )
+    document = cluster.to_dict()
+    document["topology"]["nodes"] += [{"id": "node1/gpu0", "kind": "device"}]
+    with pytest.raises(ClusterError, match=r"machines.* is 16384, but the nodes are of 2 machines"):
+        Cluster.from_dict(document)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from autopar.cost_model.curves.curve import Curve
 from autopar.cost_model.curves.measured_curve import CurveKey, Measured
 from autopar.cost_model.group_shape import GroupShape
 from autopar.cost_model.topology.topology import group_devices, repeated, topology_from_pairs
-from tests.cost_model.machines import machines
+from tests.cost_model.machines import every_machine, machines
 
 
 def dgx_a100(nodes: int) -> nx.Graph:
@@ -26,8 +26,11 @@ def test_a_group_takes_consecutive_devices_of_each_machine():
 def test_repeating_a_machine_and_refusing_unlike_ones():
     graph = dgx_a100(2)
     larger = repeated(graph, 4)
-    assert nx.is_isomorphic(larger, dgx_a100(4))
-    assert repeated(larger, 2).edges == graph.edges
+    assert nx.is_isomorphic(every_machine(larger), dgx_a100(4))
+    assert every_machine(repeated(larger, 2)).edges == graph.edges
+    assert group_devices(larger, GroupShape(16, 8, 2)) == group_devices(graph, GroupShape(8, 8, 2))
+    with pytest.raises(ClusterError, match=r"4 machines .* has room for 2 such groups"):
+        group_devices(larger, GroupShape(16, 8, 3))
     graph.edges["node1/nic3", "fabric"]["bytes_per_s"] = 1e9
     with pytest.raises(ClusterError, match="machines of this cluster differ"):
         repeated(graph, 3)
@@ -55,7 +58,8 @@ def test_ranks_of_two_nodes_share_a_nic():
     assert inside["bytes_per_s"] == pytest.approx(1e9, rel=0.05)
     assert outside["bytes_per_s"] == pytest.approx(1e8, rel=0.05)
     assert latency_s(graph, "node0/rank0", "node0/rank1") == pytest.approx(1e-4, rel=0.01)
-    assert latency_s(graph, "node0/rank0", "node1/rank0") == pytest.approx(3e-4, rel=0.01)
+    whole = every_machine(graph)
+    assert latency_s(whole, "node0/rank0", "node1/rank0") == pytest.approx(3e-4, rel=0.01)
     assert outside["provenance"] == "measured today"
 
 
@@ -63,7 +67,7 @@ def test_a_topology_needs_its_pairs():
     assert topology_from_pairs({}, 1, 2) is None
     assert topology_from_pairs(NEAR, 2, 2) is None
     assert topology_from_pairs(FAR, 2, 2) is None
-    one_each = topology_from_pairs(FAR, 2, 1)
+    one_each = every_machine(topology_from_pairs(FAR, 2, 1))
     assert latency_s(one_each, "node0/rank0", "node1/rank0") == pytest.approx(3e-4, rel=0.01)
     one_node = topology_from_pairs(NEAR, 1, 4)
     assert latency_s(one_node, "node0/rank0", "node0/rank3") == pytest.approx(1e-4, rel=0.01)

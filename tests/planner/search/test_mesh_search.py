@@ -64,6 +64,20 @@ def test_experts_and_long_rows_are_divided_beyond_a_node() -> None:
     assert {own.ep for own in both} == {1, 2, 4, 8}
 
 
+def test_zero_shards_over_few_ranks_of_a_large_world() -> None:
+    """At most 1,024 unless the strategy fixes them; smaller worlds shard over all ranks."""
+    strategy = Strategy(search=("tp", "dp_shard"))
+    found = all_meshes(strategy, 131072, 8)
+    assert {own.tp: own.dp_shard for own in found if own.dp_shard not in (2, 4, 8)} == {
+        1: 1024, 2: 1024, 4: 1024, 8: 1024,
+    }  # fmt: skip
+    assert {own.dp_shard for own in all_meshes(strategy, 3000, 8)} == {1000, 750, 8, 4, 2, None}
+    assert all_meshes(strategy, 1024, 8)[0].dp_shard is None
+    for fixed in (replace(strategy, dp_shard=2048), replace(strategy, zero=0)):
+        assert all_meshes(fixed, 131072, 8)[0].dp_shard == fixed.dp_shard
+    assert all_meshes(Strategy(search=("tp",)), 131072, 8)[0].dp_shard is None
+
+
 def test_what_is_worth_dividing_beyond_a_node() -> None:
     moe = problem_of(MODELS["moe"].make(), Strategy(), world_size=16, row_length=32 * 4096)
     assert MostRanks.of(moe, 2) == MostRanks(pp=3, tp=2, ep=4, cp=32)
@@ -319,6 +333,22 @@ def test_time_that_ends_before_anything_fits_proves_nothing() -> None:
     context = SearchContext(lambda: False, timed=True)
     with pytest.raises(PlanError, match=r"lacks at least 7.0 GiB. Not looked at: .*pp=2"):
         fastest_mesh(problem(memory=10**9), late, FAR, 4, context)
+
+
+def test_estimates_end_with_the_first_that_lacks_time() -> None:
+    asked: list[Mesh] = []
+
+    def lacking(own: PlanningProblem, context: SearchContext) -> Plan:
+        raise OutOfMemoryError("", 7 * 2**30)
+
+    def late(own: PlanningProblem) -> MeshEstimate:
+        asked.append(mesh(own.strategy))
+        raise TimeIsOver
+
+    context = SearchContext(lambda: False, timed=True)
+    with pytest.raises(PlanError, match="Not looked at"):
+        fastest_mesh(problem(memory=10**9), lacking, late, 4, context)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("others", [True, False])
