@@ -10,9 +10,8 @@ DeepSeek-V3 (arXiv 2412.19437), cut in half. torch has the orders of these two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 ENDS = ("B", "W")
@@ -25,8 +24,7 @@ SPLIT_SCHEDULES = ("zero_bubble", *V_SCHEDULES)
 """Schedules that compute input and weight gradients apart."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One step of a rank's order.
 
     Attributes:

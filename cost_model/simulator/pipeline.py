@@ -76,6 +76,8 @@ def simulate_pipeline(
     issue_s: float = 0.0,
     late_s: float = 0.0,
     oversubscription: float = 1.0,
+    *,
+    recording: bool = True,
 ) -> PipelineSimulation:
     """Predicts one step.
 
@@ -87,12 +89,13 @@ def simulate_pipeline(
         late_s: extra seconds of a transfer while all ranks but its receiver compute. Where they
             share cores, fewer of them delay it less.
         oversubscription: ranks for each core that they share, at least 1.
+        recording: whether the simulation has a timeline.
 
     Raises:
         ValueError: the orders wait for each other.
     """
-    run = _Run(orders, stages, transfer, issue_s, late_s, oversubscription)
-    instant = _Run(orders, stages, lambda *transfer: 0.0, 0.0, 0.0, oversubscription)
+    run = _Run(orders, stages, transfer, issue_s, late_s, oversubscription, recording)
+    instant = _Run(orders, stages, lambda *transfer: 0.0, 0.0, 0.0, oversubscription, False)
     step_s = max(run.now)
     return PipelineSimulation(
         step_s=step_s,
@@ -119,6 +122,7 @@ class _Run:
     issue_s: float
     late_s: float
     oversubscription: float
+    recording: bool
 
     def __post_init__(self) -> None:
         self.ranks = len(self.orders)
@@ -197,11 +201,12 @@ class _Run:
         stage = self.stages[action.stage]
         self.now[rank] = time
         self.busy[rank] += time - start
-        self.events.append(Event(str(action), f"rank {rank}", start, time, COMPUTE))
+        if self.recording:
+            self.events.append(Event(str(action), f"rank {rank}", start, time, COMPUTE))
         if action.kind == "F" and action.stage + 1 < len(self.stages):
-            self._send(rank, replace(action, stage=action.stage + 1), stage.sent_bytes)
+            self._send(rank, action._replace(stage=action.stage + 1), stage.sent_bytes)
         elif action.kind in ("B", "I") and action.stage:
-            self._send(rank, replace(action, stage=action.stage - 1), stage.returned_bytes)
+            self._send(rank, action._replace(stage=action.stage - 1), stage.returned_bytes)
         if action in self.last_actions:
             self.reduced[rank] = max(self.reduced[rank], time) + stage.last_s
             self.hidden[rank] += stage.last_s
@@ -210,7 +215,8 @@ class _Run:
     def _await_reductions(self, rank: int) -> None:
         start, end = self.now[rank], self.reduced[rank]
         if end > start:
-            self.events.append(Event("reductions", f"rank {rank}", start, end, WAIT))
+            if self.recording:
+                self.events.append(Event("reductions", f"rank {rank}", start, end, WAIT))
             self.hidden[rank] -= end - start
             self.now[rank] = end
 
@@ -226,7 +232,9 @@ class _Run:
             self.now[rank] += self.issue_s
             self.link_free[rank, other] = end
             self.transfer_s += seconds
-            self.events.append(Event(str(receiver), f"rank {rank} to {other}", start, end, SEND))
+            if self.recording:
+                stream = f"rank {rank} to {other}"
+                self.events.append(Event(str(receiver), stream, start, end, SEND))
         self._schedule(other)
 
     def _crowd(self, sender: int) -> float:
@@ -243,4 +251,4 @@ class _Run:
 
 def _receiver(action: Action) -> Action:
     """The key of an action's input: the same for "B" and "I"."""
-    return replace(action, kind="B") if action.kind == "I" else action
+    return action._replace(kind="B") if action.kind == "I" else action

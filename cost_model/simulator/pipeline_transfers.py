@@ -20,7 +20,7 @@ Input = tuple[Kind, int]
 """An input of a forward or a backward, "F" or "B", of a stage."""
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)  # those of hundreds of stages take 100 MB
 def with_transfers(orders: Orders, *, hoisted: bool) -> tuple[Actions, ...]:
     """Adds the sends and receives of torch's runtime to the actions of each rank.
 

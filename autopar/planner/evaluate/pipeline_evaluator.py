@@ -310,15 +310,25 @@ class PipelineEvaluator(StagedEvaluator):
 
 
 def run_schedule(
-    setup: EvaluationSetup, orders: Orders, costs: Sequence[StageCost], link: P2PCost
+    setup: EvaluationSetup,
+    orders: Orders,
+    costs: Sequence[StageCost],
+    link: P2PCost,
+    *,
+    recording: bool = True,
 ) -> PipelineSimulation:
-    """The step of all ranks, without what comes before and after the schedule."""
+    """The step of all ranks, without what comes before and after the schedule.
+
+    It has a timeline if `recording`.
+    """
     operators = setup.operators
     # Times are of all ranks computing. In a bubble, those that wait free shared cores.
     slowdown = operators.relief(setup.base.world_size)
     own = link.cluster.slowdown
     issue_s = operators.thread_cost(own.issue_s, own.provenance).seconds
-    return simulate_pipeline(orders, costs, link.seconds, issue_s, own.late_s, slowdown)
+    return simulate_pipeline(
+        orders, costs, link.seconds, issue_s, own.late_s, slowdown, recording=recording
+    )
 
 
 def most_sent(

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.core.common.deadline import check_time
 from autopar.core.exposure import worst
 from autopar.core.plan.pipeline import Pipeline
 from autopar.core.plan.plan import Plan
@@ -62,6 +63,7 @@ class SimulatedPipeline:
         # buffers take memory from then on.
         actions = with_transfers(self.orders, hoisted=not self.on_gpus)
         for rank, order in enumerate(self.orders):
+            check_time()  # thousands of actions take seconds
             own = {stage: self.stages[stage].memory for stage in self.pipeline.stages_of(rank)}
             found.append(memory_of_rank(order, inputs_ahead(actions[rank]), own))
         return found

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.core.common.deadline import check_time
 from autopar.core.plan.pipeline import Pipeline
 from autopar.core.plan.plan import Plan
 from autopar.core.plan.prediction import Work
@@ -161,7 +162,10 @@ class ExtendedPipelineEvaluator(StagedEvaluator):
         return found
 
     def _run(self, costs: Sequence[StageCost], link: P2PCost) -> PipelineSimulation:
-        run, own = run_schedule(self.setup, self.orders, costs, link), self.few.evaluator
+        check_time()
+        # Hundreds of stages have 100,000 actions, and no report shows them one by one.
+        run = run_schedule(self.setup, self.orders, costs, link, recording=False)
+        own = self.few.evaluator
         rank_of = self.pipeline.rank_of
         places = rank_of(0), rank_of(min(1, self.pipeline.stages - 1)), rank_of(len(costs) - 1)
         agreement_s = self.setup.agreement_s

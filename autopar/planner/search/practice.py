@@ -164,10 +164,11 @@ USUAL: tuple[tuple[str, int, Callable[[Facts], Sizes | None]], ...] = (
     # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: tables 2, 4 and 5, with selective or
     # full recomputation. Llama 3 (arXiv 2407.21783, table 4) has the same three axes.
     ("torchtitan's FSDP and cp", 3, _long_rows),
+    # Priced before pipelines, which take the longest where a model is deep.
+    ("torchtitan's FSDP and tp", 3, _sharded_and_tp),
     # Narayanan et al. 2021 (arXiv 2104.04473), section 3.5: tp up to the size of a node, then
     # stages until the model fits. Its distributed optimizer is ZeRO 1.
     (MEGATRONS, 1, _megatrons),
-    ("torchtitan's FSDP and tp", 3, _sharded_and_tp),
     ("torchtitan's FSDP, tp and pp", 2, _three),
     # torchtitan, docs/fsdp.md and data_parallel_replicate_degree.
     ("HSDP", 3, _replicated),
