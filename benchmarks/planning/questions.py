@@ -30,9 +30,6 @@ from benchmarks.planning import large
 from benchmarks.planning.models import Made
 from benchmarks.report import about, save
 
-RECIPE_LIMIT_S = 120.0
-"""Seconds for each published layout, which are not those of the question."""
-
 ALL = ("pp", "tp", "ep", "cp", "dp_shard")
 S = autopar.Strategy
 
@@ -45,6 +42,7 @@ class Question:
         recipes: published layouts, by their source.
         mfu: published utilisation of a similar run; 0 if none is known.
         source: origin of `mfu`.
+        recipe_limit_s: seconds for each published layout.
         precision: autocast; None where parameters are bfloat16.
     """
 
@@ -55,6 +53,7 @@ class Question:
     mfu: float = 0.0
     source: str = ""
     precision: str | None = "bf16"
+    recipe_limit_s: float = 30.0
 
 
 LLAMA3 = "arXiv 2407.21783, table 4"
@@ -113,6 +112,7 @@ QUESTIONS: Mapping[str, Question] = {
         partial(large.deepseek_v3, 4096), "dgx-h100", 1024,
         {BRIDGE: S(zero=1, pp=8, ep=64, micro_batches=32)}, 0.35,
         "arXiv 2412.19437, table 1: 2,664K H800 hours for 14.8T tokens, in FP8", precision=None,
+        recipe_limit_s=150.0,
     ),
     "qwen3-moe-16": Question(
         partial(large.qwen3_moe, 512), "dgx-h100", 16, {BRIDGE: EXPERTS}, precision=None
@@ -150,7 +150,7 @@ def ask(name: str, limit_s: float, clock: str) -> dict[str, Any]:
     row["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for source, strategy in question.recipes.items():
         try:
-            recipe = planned(question, strategy, RECIPE_LIMIT_S)
+            recipe = planned(question, strategy, question.recipe_limit_s)
             assert recipe.prediction is not None
             row.setdefault("recipes", {})[source] = figures(recipe, question.gpus)
             usual[source] = recipe.prediction.step_s
