@@ -5,11 +5,11 @@
 
 Each row is a question of llama 70B in a process of its own: on 8 to 131,072 H100s with two rows of
 8,192 tokens for each but at most 16,384, since every rank holds the tokens of the whole batch, and
-in 10 to 1,000 layers on 512. 8 GPUs do not hold its training: that
-nothing fits is the answer there. Seconds are of the process (`cpu`) and of the clock (`wall`):
-`cluster` of `Cluster.named`, `model` of the module on the meta device, `plan` of the plan under the
-limit. `first` and `chosen` are those until the search reported its first plan that fits, and its
-last improvement, None if there was none. Reports come between meshes, so they may be late.
+in 10 to 1,000 layers on 512. 8 GPUs do not hold its states: that nothing fits is the answer there.
+Seconds are of the process (`cpu`) and of the clock (`wall`): `cluster` of `Cluster.named`, `model`
+of the module on the meta device, `plan_seconds` of the plan under the limit. `first` and `chosen`
+are those until the search reported its first plan that fits, and its last improvement, None if
+there was none. Reports come between meshes, so they may be late.
 
 `--load N` asks the question on 512 GPUs five times with N busy processes beside it; `ratio` is the
 largest predicted step over the least, None while a run has no plan. Rows that the file has are
@@ -73,7 +73,9 @@ def ask(name: str, asked: Question, limit_s: float) -> dict[str, Any]:
     """The row of a question; in a process of its own."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    row: dict[str, Any] = {"name": name, "gpus": asked.gpus, "limit_s": limit_s}
+    size, unit, *_ = name.split()
+    row: dict[str, Any] = {"name": name, "size": size, "unit": unit}
+    row |= {"gpus": asked.gpus, "limit_s": limit_s}
     spent = Spent()
     cluster_of(asked)
     row["cluster"], spent = spent(), Spent()
