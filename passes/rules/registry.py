@@ -71,8 +71,8 @@ _RULES_BY_NAMES: Mapping[str | tuple[OpOverload, ...], Rule] = {
     "tril triu": lambda op: generic.every_dim_but(op, (-2, -1)),
     "gather": indexing.gather,
     "scatter.src scatter.value scatter_add": indexing.scatter,
-    "index.Tensor": indexing.index,
-    "index_put": indexing.index_put,
+    "index.Tensor _unsafe_index.Tensor": indexing.index,
+    "index_put _unsafe_index_put": indexing.index_put,
     "index_add": indexing.index_add,
     "index_select": indexing.index_select,
     # norms

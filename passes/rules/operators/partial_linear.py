@@ -29,8 +29,13 @@ JOINTLY_LINEAR = frozenset(
 LINEAR_IN_EACH: Mapping[OpOverload, tuple[int, ...]] = {
     **dict.fromkeys(overloads("mul.Tensor mm bmm mv dot"), (0, 1)),
     **dict.fromkeys(overloads("div.Tensor embedding embedding_dense_backward gather"), (0,)),
-    **dict.fromkeys(overloads("index_select index.Tensor threshold_backward gelu_backward"), (0,)),
-    **dict.fromkeys(overloads("silu_backward tanh_backward _softmax_backward_data"), (0,)),
+    **dict.fromkeys(overloads("index_select index.Tensor _unsafe_index.Tensor"), (0,)),
+    **dict.fromkeys(
+        overloads(
+            "threshold_backward gelu_backward silu_backward tanh_backward _softmax_backward_data"
+        ),
+        (0,),
+    ),
     aten._log_softmax_backward_data.default: (0,),
     expert_mm: (0, 1),
     expert_outer: (0, 1),

@@ -277,7 +277,7 @@ def scatter_value(d: Draw) -> tuple[Any, ...]:
     return (target, dim, index, 2.0)
 
 
-@sample(aten.index.Tensor)
+@sample(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(d: Draw) -> tuple[Any, ...]:
     shape = d.sizes(2, 4)
     wide = [d.size() for _ in range(d.data.draw(st.integers(1, 2)))]
@@ -288,7 +288,7 @@ def index(d: Draw) -> tuple[Any, ...]:
     return (d.rand(*shape), chosen)
 
 
-@sample(aten.index_put.default)
+@sample(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(d: Draw) -> tuple[Any, ...]:
     source, chosen = index(d)
     wanted = aten.index.Tensor(source, chosen).shape
