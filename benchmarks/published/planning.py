@@ -117,10 +117,16 @@ def _awaited(run: Run) -> Iterator[None]:
     """Have both ends of a message wait for it, as DeepSpeed's do (dist.send and dist.recv)."""
 
     def waits(
-        orders: Orders, stages: Sequence[StageCost], transfer: Seconds, issue_s: float, *rest: float
+        orders: Orders,
+        stages: Sequence[StageCost],
+        transfer: Seconds,
+        issue_s: float,
+        *others: float,
+        recording: bool,
     ) -> PipelineSimulation:
         sent = max(max(stage.sent_bytes, stage.returned_bytes) for stage in stages)
-        return simulate_pipeline(orders, stages, transfer, issue_s + transfer(sent, 0, 1), *rest)
+        issue_s += transfer(sent, 0, 1)
+        return simulate_pipeline(orders, stages, transfer, issue_s, *others, recording=recording)
 
     with patch.object(pipelines, "simulate_pipeline", waits if run.awaits else simulate_pipeline):
         yield
